@@ -1,0 +1,37 @@
+"""Flax NNX layers that size themselves."""
+
+__version__ = "0.1.0"
+
+from lazymods._errors import CheckpointError as CheckpointError
+from lazymods._errors import ConfigurationError as ConfigurationError
+from lazymods._errors import LazyError as LazyError
+from lazymods._errors import SerializationError as SerializationError
+from lazymods._errors import ShapeInferenceError as ShapeInferenceError
+from lazymods._errors import StateDictError as StateDictError
+from lazymods._errors import UninitializedError as UninitializedError
+from lazymods._factory import lazy as lazy
+from lazymods._graph import has_uninitialized_params as has_uninitialized_params
+from lazymods._graph import is_lazy as is_lazy
+from lazymods._graph import uninitialized_paths as uninitialized_paths
+from lazymods._hooks import RemovableHandle as RemovableHandle
+from lazymods._hooks import register_forward_hook as register_forward_hook
+from lazymods._hooks import register_forward_pre_hook as register_forward_pre_hook
+from lazymods._hooks import register_load_state_dict_post_hook as register_load_state_dict_post_hook
+from lazymods._hooks import register_load_state_dict_pre_hook as register_load_state_dict_pre_hook
+from lazymods._hooks import register_state_dict_post_hook as register_state_dict_post_hook
+from lazymods._hooks import register_state_dict_pre_hook as register_state_dict_pre_hook
+from lazymods._inference import infer_shapes as infer_shapes
+from lazymods._inference import materialize as materialize
+from lazymods._mixin import LazyModuleMixin as LazyModuleMixin
+from lazymods._optimizer import LazyOptimizer as LazyOptimizer
+from lazymods._placeholder import UninitializedBuffer as UninitializedBuffer
+from lazymods._placeholder import UninitializedParameter as UninitializedParameter
+from lazymods._placeholder import UninitializedVariable as UninitializedVariable
+from lazymods._report import LayerRow as LayerRow
+from lazymods._report import ParameterShape as ParameterShape
+from lazymods._report import ShapeReport as ShapeReport
+from lazymods._report import summary as summary
+from lazymods.nn import *  # noqa: F403  the names of lazymods.nn are public here as well
+from lazymods.state import LoadResult as LoadResult
+from lazymods.state import load_state_dict as load_state_dict
+from lazymods.state import state_dict as state_dict

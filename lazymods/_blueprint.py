@@ -1,0 +1,338 @@
+"""Reading a constructor: which attributes, Variables and random draws it makes, without making any.
+
+:func:`trace` runs a class's own constructor under ``jax.make_jaxpr`` with given sizes. The result, a
+:class:`Blueprint`, describes the object as a tree of descriptions and holds the program that computes each
+Variable from the random keys. Nothing is allocated, and no initializer runs: a call ``init(key, shape, dtype)``
+is recorded as one equation, ``lazy_init``, and a draw from ``rngs`` as another, ``lazy_fold``. :meth:`Blueprint.run`
+executes the equations that one Variable needs, one after the other and with the initializer itself, and so gives
+the very bits that the constructor would have given.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.extend.core import Primitive
+
+from lazymods import _compat
+from lazymods._recipe import Shape
+
+Path = tuple[Any, ...]
+
+init_p = Primitive("lazy_init")
+init_p.def_abstract_eval(lambda key, *, call, shape, dtype: jax.core.ShapedArray(shape, dtype))
+fold_p = Primitive("lazy_fold")
+fold_p.def_abstract_eval(lambda key, count, *, step: jax.core.ShapedArray(key.shape, key.dtype))
+
+
+# ---------------------------------------------------------------- descriptions
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """An attribute that is not data; ``value`` is copied if it can be changed in place."""
+
+    value: Any
+
+    def fresh(self) -> Any:
+        """Return the value, a copy of its own if it is mutable."""
+        try:
+            hash(self.value)
+        except TypeError:
+            return copy.deepcopy(self.value)
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A Variable, or a raw array if ``cls`` is None: the ``index``-th output of the program."""
+
+    index: int
+    path: Path
+    cls: type[nnx.Variable[Any]] | None
+    shape: Shape
+    dtype: Any
+    metadata: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """An nnx object: its class, its attributes in the order in which they were set, which of them are data."""
+
+    cls: type
+    attributes: Mapping[str, Any]
+    data_names: Mapping[str, bool]
+
+
+@dataclasses.dataclass(frozen=True)
+class Container:
+    """A dict, list or tuple that holds data."""
+
+    cls: type
+    items: tuple[tuple[Any, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """An object that the caller handed to the constructor: the argument's name, or ``rngs.stream``."""
+
+    argument: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Blueprint:
+    """What a constructor makes at given sizes.
+
+    Attributes:
+        root: The description of the object.
+        slots: Its Variables and raw arrays by path.
+        program: Computes them, in the order of ``Slot.index``, from keys and counters.
+        draws: How often each stream of ``rngs`` was drawn from, by name.
+        values: The inferred arguments that it was read with.
+    """
+
+    root: Node
+    slots: Mapping[Path, Slot]
+    program: Any
+    draws: Mapping[str, int]
+    values: Mapping[str, Any]
+
+    def run(self, slots: Sequence[Slot], keys: Sequence[Any]) -> list[Any]:
+        """Compute some of the slots, each equation in the current trace.
+
+        Args:
+            slots: Which ones.
+            keys: Key and counter of each stream that was given to :func:`trace`, in its order.
+        """
+        jaxpr = self.program.jaxpr
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, self.program.consts)) | dict(zip(jaxpr.invars, keys))
+
+        def read(atom: Any) -> Any:
+            return atom.val if hasattr(atom, "val") else env[atom]
+
+        wanted = [jaxpr.outvars[s.index] for s in slots]
+        for equation in _needed(jaxpr.eqns, wanted):
+            out = _run_equation(equation, [read(v) for v in equation.invars])
+            env.update(zip(equation.outvars, out))
+        return [jnp.asarray(read(v)) for v in wanted]
+
+    def initializer(self, slot: Slot) -> Callable[..., Any] | None:
+        """Return the initializer whose result is the slot as it is, or None if there is more to it."""
+        out = self.program.jaxpr.outvars[slot.index]
+        for equation in self.program.jaxpr.eqns:
+            if equation.primitive is init_p and equation.outvars[0] is out:
+                return equation.params["call"]
+        return None
+
+
+def _needed(equations: Sequence[Any], wanted: Sequence[Any]) -> Iterator[Any]:
+    """The equations that the wanted variables depend on, in order."""
+    live = {v for v in wanted if not hasattr(v, "val")}
+    keep = []
+    for equation in reversed(equations):
+        if any(v in live for v in equation.outvars):
+            keep.append(equation)
+            live.update(v for v in equation.invars if not hasattr(v, "val"))
+    return reversed(keep)
+
+
+def _run_equation(equation: Any, inputs: list[Any]) -> Sequence[Any]:
+    if equation.primitive is init_p:
+        params = equation.params
+        return [params["call"](inputs[0], params["shape"], params["dtype"])]
+    if equation.primitive is fold_p:
+        key, count = inputs
+        return [jax.random.fold_in(key, count + np.uint32(equation.params["step"]))]
+    return _compat.bind_equation(equation, inputs)
+
+
+# ---------------------------------------------------------------- tracing
+
+
+class Stream(nnx.RngStream):
+    """A stream of random keys that records its draws instead of folding a key for each."""
+
+    def __init__(self, key: Any, count: Any, *, tag: str) -> None:
+        self.tag = tag
+        self.key = nnx.RngKey(key, tag=tag)
+        self.count = nnx.RngCount(count, tag=tag)
+        self.first = nnx.data(count)
+        self.draws = 0
+
+    def __call__(self) -> Any:
+        """Record a draw."""
+        key = fold_p.bind(self.key.get_value(), self.first, step=self.draws)
+        self.draws += 1
+        self.count.set_raw_value(self.count.get_raw_value() + np.uint32(1))
+        return key
+
+    def fork(self, *, split: int | tuple[int, ...] | None = None) -> nnx.RngStream:
+        """Return an ordinary stream that starts from the next key."""
+        key = self()
+        return nnx.RngStream(key if split is None else jax.random.split(key, split), tag=self.tag)
+
+    def split(self, k: int | tuple[int, ...]) -> nnx.RngStream:
+        """Return an ordinary stream of ``k`` keys."""
+        return nnx.RngStream(jax.random.split(self(), k), tag=self.tag)
+
+
+class Recorded:
+    """Stands for an initializer during a trace: records the call."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Record ``init(key, shape, dtype)``; run any other call, or one in a nested trace, as it is."""
+        plain = not kwargs and 2 <= len(args) <= 3 and _is_key(args[0]) and _is_shape(args[1])
+        if not plain or (isinstance(args[0], jax.core.Tracer) and not _same_trace(args[0])):
+            return self.call(*args, **kwargs)
+        dtype = args[2] if len(args) == 3 else jnp.float32
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+        return init_p.bind(args[0], call=self.call, shape=tuple(map(int, args[1])), dtype=dtype)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, (tuple, list)) and all(isinstance(d, (int, np.integer)) for d in x)
+
+
+def _same_trace(tracer: Any) -> bool:
+    return _compat.tracer_trace(tracer) is _compat.current_trace()
+
+
+def is_initializer(name: str, value: Any) -> bool:
+    """Whether a constructor's argument is an initializer that may be recorded.
+
+    One that is wrapped (``nnx.with_metadata``, ``nnx.with_partitioning``) returns more than an array: it is
+    traced as it is.
+    """
+    return "init" in name and callable(value) and not isinstance(value, type) and not hasattr(value, "__wrapped__")
+
+
+def trace(
+    cls: type,
+    arguments: Mapping[str, Any],
+    values: Mapping[str, Any],
+    modules: Mapping[str, Any],
+    prepare: Callable[[Mapping[str, Any]], dict[str, Any]],
+    streams: Mapping[str, tuple[Any, Any, str]],
+    rngs_name: str | None,
+) -> Blueprint:
+    """Run a constructor abstractly.
+
+    Args:
+        cls: The class.
+        arguments: Its arguments by name, without rngs, modules and what is inferred.
+        values: The inferred arguments.
+        modules: Its arguments that are modules; where the object holds one, the blueprint says :class:`Given`.
+        prepare: Called with the modules inside the trace; returns what the constructor gets.
+        streams: Avals of key and counter, and the tag, of every stream of rngs.
+        rngs_name: The name of the argument that takes the rngs, None if it takes none.
+
+    Raises:
+        Exception: Whatever the constructor raises.
+    """
+    result: dict[str, Any] = {}
+
+    def build(*leaves: Any) -> list[Any]:
+        call = {k: Recorded(v) if is_initializer(k, v) else v for k, v in arguments.items()} | dict(values)
+        mirrors = {}
+        for i, (name, (_, _, tag)) in enumerate(streams.items()):
+            mirrors[name] = Stream(leaves[2 * i], leaves[2 * i + 1], tag=tag)
+        prepared = prepare(modules)
+        call.update(prepared)
+        known = {id(v): k for k, v in prepared.items()}
+        if rngs_name is not None:
+            call[rngs_name] = rngs = _make_rngs(mirrors)
+            known |= {id(rngs): rngs_name} | {id(m): f"{rngs_name}.{name}" for name, m in mirrors.items()}
+        with nnx.use_eager_sharding(False):
+            twin = cls(**call)
+        reader = _Reader(known)
+        result["root"] = reader.describe(twin, ())
+        result["slots"] = reader.slots
+        result["draws"] = {name: stream.draws for name, stream in mirrors.items()}
+        return reader.values
+
+    avals = [aval for key, count, _ in streams.values() for aval in (key, count)]
+    program = jax.make_jaxpr(build)(*avals)
+    return Blueprint(result["root"], result["slots"], program, result["draws"], values)
+
+
+def _make_rngs(mirrors: Mapping[str, Stream]) -> nnx.Rngs | Stream:
+    if list(mirrors) == [""]:  # a bare stream was given
+        return mirrors[""]
+    rngs = nnx.Rngs()
+    for name, stream in mirrors.items():
+        setattr(rngs, name, stream)
+    return rngs
+
+
+class _Reader:
+    """Turns a constructed object into descriptions, one description for an object however often it is met."""
+
+    def __init__(self, given: Mapping[int, str]) -> None:
+        self.given = given
+        self.values: list[Any] = []
+        self.slots: dict[Path, Slot] = {}
+        self.seen: dict[int, Any] = {}
+        self.alive: list[Any] = []
+
+    def describe(self, value: Any, path: Path) -> Any:
+        if id(value) in self.given:
+            return Given(self.given[id(value)])
+        if id(value) in self.seen:
+            return self.seen[id(value)]
+        description = self._describe(value, path)
+        if isinstance(description, (Slot, Node)):
+            self.seen[id(value)] = description
+            self.alive.append(value)  # so that no later object gets the same id
+        return description
+
+    def _describe(self, value: Any, path: Path) -> Any:
+        if isinstance(value, nnx.Variable):
+            return self._slot(value.get_raw_value(), path, type(value), self._metadata(value))
+        if isinstance(value, nnx.Pytree):
+            return self._node(value, path)
+        if isinstance(value, jax.core.Tracer):
+            return self._slot(value, path, None, {})
+        if isinstance(value, Recorded):
+            return Static(value.call)
+        if type(value) in (dict, list, tuple) and _holds_data(value):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            items = tuple((k, self.describe(v, (*path, k))) for k, v in pairs)
+            return Container(type(value), items)
+        return Static(value)
+
+    def _metadata(self, variable: nnx.Variable[Any]) -> dict[str, Any]:
+        metadata = variable.get_metadata()
+        metadata.update(_compat.default_metadata() | {"eager_sharding": None})
+        return metadata
+
+    def _slot(self, value: Any, path: Path, cls: Any, metadata: Mapping[str, Any]) -> Slot:
+        slot = Slot(len(self.values), path, cls, tuple(value.shape), value.dtype, metadata)
+        self.values.append(value)
+        self.slots[path] = slot
+        return slot
+
+    def _node(self, node: Any, path: Path) -> Node:
+        attributes = {}
+        for name, value in vars(node).items():
+            if name not in (_compat.STATE, _compat.NODES):
+                attributes[name] = self.describe(value, (*path, name))
+        return Node(type(node), attributes, _compat.data_names(node))
+
+
+def _holds_data(value: Any) -> bool:
+    leaves = jax.tree.leaves(value, is_leaf=lambda v: isinstance(v, (nnx.Variable, nnx.Pytree)))
+    return any(isinstance(v, (nnx.Variable, nnx.Pytree, jax.core.Tracer)) for v in leaves)

@@ -1,0 +1,167 @@
+"""The only place that touches private names of jax and flax.
+
+Each function names what it reaches for and the versions in which that was seen to work:
+jax 0.10.2, 0.11.2, 0.12.0 and flax 0.12.8, 0.12.10, 0.12.12, unless it says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx import graphlib
+from jax._src import core
+from jax._src import mesh as mesh_lib
+
+STATE = "_pytree__state"  # flax: the trace in which an object was born
+NODES = "_pytree__nodes"  # flax: which attributes are data
+
+
+# ---------------------------------------------------------------- traces (jax)
+
+
+def current_trace() -> Any:
+    """Return the trace that operations now go to (``jax._src.core.trace_ctx``)."""
+    return core.trace_ctx.trace
+
+
+def eval_trace() -> Any:
+    """Return the trace that executes operations (``jax._src.core.eval_trace``)."""
+    return core.eval_trace
+
+
+@contextlib.contextmanager
+def at_trace(trace: Any) -> Iterator[None]:
+    """Send operations to ``trace`` (``jax._src.core.set_current_trace``, ``trace_ctx.set_axis_env``).
+
+    At the executing trace there are no named axes and no manual mesh axes (as inside ``shard_map``, which
+    ``jax.ensure_compile_time_eval`` does not leave): what is made there is whole.
+    """
+    with contextlib.ExitStack() as stack:
+        if trace is core.eval_trace:
+            if mesh_lib.get_abstract_mesh().manual_axes:
+                stack.enter_context(mesh_lib.use_abstract_mesh(mesh_lib.empty_abstract_mesh))
+            stack.callback(core.trace_ctx.set_axis_env, core.trace_ctx.axis_env)
+            core.trace_ctx.set_axis_env(core.top_axis_env)
+        stack.enter_context(core.set_current_trace(trace))
+        yield
+
+
+def birth_trace(node: Any) -> Any:
+    """Return the trace in which an nnx object or Variable was born, or None if that trace has ended.
+
+    Reads flax's ``TraceState._jax_trace`` and jax's ``OpaqueTraceState._trace_ref``, a weak reference.
+    """
+    state = node._trace_state if isinstance(node, nnx.Variable) else getattr(node, STATE).trace_state
+    return state.jax_trace._trace_ref()
+
+
+def born_here(node: Any) -> bool:
+    """Whether an nnx object was born in the trace that is current."""
+    return getattr(node, STATE).trace_state.is_valid()
+
+
+def bind_equation(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Run one equation of a jaxpr in the current trace (``JaxprEqn.ctx``, ``Primitive.get_bind_params``)."""
+    with equation.ctx.manager:
+        out = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+    return out if equation.primitive.multiple_results else [out]
+
+
+# ---------------------------------------------------------------- nnx transforms (flax)
+
+
+def carrying_transforms(node: Any) -> list[Any]:
+    """Return the tags of the nnx transforms that will carry changes of ``node`` to the object outside.
+
+    Reads ``graphlib.GRAPH_CONTEXT.update_context_stacks`` and each context's ``inner_ref_outer_index``.
+    """
+    tags = []
+    for tag, stack in graphlib.GRAPH_CONTEXT.update_context_stacks.items():
+        if any(c.inner_ref_outer_index is not None and node in c.inner_ref_outer_index for c in stack):
+            tags.append(tag)
+    return tags
+
+
+# ---------------------------------------------------------------- Variables (flax)
+
+
+def new_variable(cls: type[nnx.Variable[Any]], raw: Any, metadata: dict[str, Any]) -> Any:
+    """Make a Variable without running its constructor (``Variable._new``)."""
+    return cls._new(raw, metadata)
+
+
+def raw_metadata(variable: nnx.Variable[Any]) -> dict[str, Any]:
+    """Return a Variable's own metadata dict (``Variable._var_metadata``)."""
+    return variable._var_metadata
+
+
+def write_variable(variable: Any, cls: type, raw: Any, metadata: dict[str, Any]) -> None:
+    """Set class, value and metadata of a Variable, from whatever trace is current (slots of ``Variable``)."""
+    object.__setattr__(variable, "_raw_value", raw)
+    object.__setattr__(variable, "_var_metadata", metadata)
+    object.__setattr__(variable, "__class__", cls)
+
+
+def default_metadata() -> dict[str, Any]:
+    """Return the metadata that flax gives every Variable made now (``Variable.required_metadata``)."""
+    defaults = nnx.var_defaults()
+    return {"hijax": defaults.hijax, "ref": defaults.ref, "eager_sharding": nnx.using_eager_sharding()}
+
+
+# ---------------------------------------------------------------- objects (flax)
+
+
+def data_names(node: Any) -> dict[str, bool]:
+    """Return which attributes of an nnx object are data (``Pytree._pytree__nodes``)."""
+    return dict(getattr(node, NODES))
+
+
+def set_data_names(node: Any, names: dict[str, bool]) -> None:
+    """Say which attributes of an nnx object are data; one mapping is shared while it is unchanged."""
+    if dict(getattr(node, NODES, {})) != names or NODES not in vars(node):
+        object.__setattr__(node, NODES, graphlib.HashableMapping(names, copy=False))
+
+
+def new_object(cls: type) -> Any:
+    """Make an nnx object without running its constructor, as ``nnx.Pytree``'s metaclass begins to."""
+    node = object.__new__(cls)
+    object.__setattr__(node, STATE, nnx.pytreelib.PytreeState())
+    object.__setattr__(node, NODES, getattr(cls, NODES))
+    return node
+
+
+def set_class(node: Any, cls: type) -> None:
+    """Change an object's class so that its GraphDef equals that of an object constructed as ``cls``."""
+    object.__setattr__(node, "__class__", cls)
+
+
+def is_concrete(x: Any) -> bool:
+    """Whether ``x`` is an array with values, not a tracer."""
+    return not isinstance(x, jax.core.Tracer)
+
+
+def tracer_trace(tracer: Any) -> Any:
+    """Return the trace that a tracer belongs to (``Tracer._trace``)."""
+    return tracer._trace
+
+
+def weak(trace: Any) -> Any:
+    """Return a weak reference to a trace (``Trace._weakref``)."""
+    return trace._weakref
+
+
+def is_pytree(cls: type) -> bool:
+    """Whether instances of an nnx class are JAX pytrees (``Pytree._pytree__is_pytree``)."""
+    return cls._pytree__is_pytree  # type: ignore[attr-defined]
+
+
+def inherit_data_names(cls: type) -> None:
+    """Let a class know the data attributes of all its bases; flax takes those of the first (``Pytree.__init_subclass__``)."""
+    names: dict[str, bool] = {}
+    for base in reversed(cls.__mro__):
+        names.update(vars(base).get(NODES, {}))
+    setattr(cls, NODES, graphlib.HashableMapping(names, copy=False))

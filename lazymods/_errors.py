@@ -1,0 +1,150 @@
+"""Errors that say where, what was got, what is needed and why, and the line to write.
+
+Inner code raises short facts (a :class:`Problem`, or a :class:`LazyError` of one problem without a path);
+whoever knows the path adds it with :func:`relocate`. Several problems are shown together, sorted by path.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        where: Path and class, such as ``fc1.kernel (LazyLinear)``.
+        got: What was found there.
+        needed: What should have been there, and why.
+        write: The line that mends it.
+    """
+
+    where: str
+    got: str
+    needed: str
+    write: str
+
+    def __str__(self) -> str:
+        """Render the four parts, one a line."""
+        return f"{self.where}\n  got:    {self.got}\n  needed: {self.needed}\n  write:  {self.write}"
+
+
+class LazyError(Exception):
+    """Base of every error that lazymods raises.
+
+    Args:
+        *problems: What is wrong; shown sorted by path.
+        heading: A line above the problems.
+    """
+
+    def __init__(self, *problems: Problem, heading: str = "") -> None:
+        super().__init__(*problems)
+        self.problems = tuple(sorted(problems, key=lambda p: p.where))
+        self.heading = heading
+
+    def __str__(self) -> str:
+        """Render the heading and every problem."""
+        parts = [self.heading] if self.heading else []
+        return "\n".join(parts + [str(p) for p in self.problems])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle with the heading, which ``Exception`` would drop."""
+        return _rebuild, (type(self), self.problems, self.heading)
+
+
+def _rebuild(cls: type[LazyError], problems: tuple[Problem, ...], heading: str) -> LazyError:
+    return cls(*problems, heading=heading)
+
+
+class UninitializedError(LazyError, RuntimeError):
+    """Something needed the value or the size of a parameter that has none yet."""
+
+
+class PendingAttributeError(UninitializedError, AttributeError):
+    """An attribute that exists once the layer knows its sizes (``hasattr`` says False until then)."""
+
+
+class ShapeInferenceError(LazyError, ValueError):
+    """The sizes of a layer do not follow from what it was called with."""
+
+
+class StateDictError(LazyError, RuntimeError):
+    """A state dict does not fit the model it was loaded into."""
+
+
+class CheckpointError(LazyError, ValueError):
+    """A checkpoint file is not what it claims to be."""
+
+
+class ConfigurationError(LazyError, TypeError):
+    """A layer was constructed with arguments that its signature does not take."""
+
+
+class SerializationError(LazyError, pickle.PicklingError):
+    """A lazy layer holds something that does not pickle."""
+
+
+_PUBLIC = (
+    LazyError,
+    UninitializedError,
+    ShapeInferenceError,
+    StateDictError,
+    CheckpointError,
+    ConfigurationError,
+    SerializationError,
+)
+for _error in _PUBLIC:
+    _error.__module__ = "lazymods"  # tracebacks show the public name
+
+
+
+def relocate(error: LazyError, place: Callable[[Problem], str]) -> LazyError:
+    """Return the same error with every problem moved to ``place(problem)``."""
+    moved = [dataclasses.replace(p, where=place(p)) for p in error.problems]
+    return type(error)(*moved, heading=error.heading)
+
+
+_SHORT = {"float": "f", "int": "s", "uint": "u", "complex": "c", "bool": "pred"}
+
+
+def describe(value: Any) -> str:
+    """Name a value as JAX does: ``f32[8,3]`` for arrays and specs, the type for the rest."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        return repr(value) if isinstance(value, (int, float, bool, str, type(None))) else type(value).__name__
+    dims = ",".join("?" if d is None else str(d) for d in shape)
+    return f"{short_dtype(dtype)}[{dims}]"
+
+
+def short_dtype(dtype: Any) -> str:
+    """Shorten a dtype's name: ``float32`` to ``f32``, ``bfloat16`` to ``bf16``."""
+    name = str(dtype) if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
+    if name == "bool":
+        return "pred"
+    if name.startswith("bfloat"):
+        return name.replace("bfloat", "bf")
+    kind = name.rstrip("0123456789")
+    return name.replace(kind, _SHORT[kind]) if kind in _SHORT and name[len(kind) :].isdigit() else name
+
+
+def describe_call(args: Iterable[Any], kwargs: dict[str, Any]) -> str:
+    """Name the arguments of a call: ``f32[8,3], train=True``."""
+    parts = [_describe_tree(a) for a in args] + [f"{k}={_describe_tree(v)}" for k, v in kwargs.items()]
+    return ", ".join(parts) or "no arguments"
+
+
+def _describe_tree(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(_describe_tree(v) for v in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k}: {_describe_tree(v)}" for k, v in value.items()) + "}"
+    return describe(value)
+

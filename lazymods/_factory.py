@@ -1,0 +1,403 @@
+"""``lazy(cls, infer=...)``: a lazy twin of any nnx.Module class.
+
+The twin's constructor binds the arguments, reads the class's own constructor (see ``_spec``), and gives the
+object placeholders. At the first call ``infer`` tells the missing arguments, and the object becomes what
+``cls(...)`` would have made of them, with the same rngs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import export
+
+from lazymods import _compat, _first_call, _graph, _lifecycle
+from lazymods._blueprint import Blueprint
+from lazymods._errors import ConfigurationError, LazyError, Problem, ShapeInferenceError, describe, describe_call
+from lazymods._graph import STATE
+from lazymods._mixin import LazyModuleMixin
+from lazymods._spec import LayerSpec, as_size, constructor_parameters
+
+Infer = Callable[..., dict[str, Any]]
+_REFUSALS = (ValueError, TypeError, ZeroDivisionError, AssertionError, IndexError)
+
+
+class _Inferred:
+    """Shown in a signature in place of a default."""
+
+    def __repr__(self) -> str:
+        return "<inferred>"
+
+
+INFERRED = _Inferred()
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a lazy class was asked for.
+
+    Attributes:
+        cls: The class it becomes.
+        infer: ``infer(config, *args, **kwargs)`` returns the missing constructor arguments.
+        inferred: Arguments that the signature leaves out; None leaves out nothing, and infers what is not given.
+        structure: From the bound arguments, what is unknown: ``{"kernel_shape": (2, None, 4)}``.
+        options: Arguments that the lazy class takes and the class does not, with their defaults.
+        prepare: Changes the bound arguments before they are used.
+        entries: Methods that may be called first; each turns its arguments into those of the forward.
+        wraps: The argument whose module is initialized first, with the same call.
+        optional: Required arguments that may be None in the lazy class, still by position.
+    """
+
+    cls: type
+    infer: Infer
+    inferred: tuple[str, ...] | None = None
+    structure: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    entries: Mapping[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = dataclasses.field(default_factory=dict)
+    wraps: str | None = None
+    optional: tuple[str, ...] = ()
+
+
+def lazy(cls: type, *, infer: Infer) -> Any:
+    """Make a lazy twin of an nnx.Module class.
+
+    Args:
+        cls: Any nnx.Module class whose constructor can be traced: it may draw from ``rngs``, but not decide on
+            values.
+        infer: ``infer(config, *args, **kwargs)`` gets the constructor's bound arguments, defaults included, as a
+            read-only mapping, and the first call's arguments, with a ``jax.ShapeDtypeStruct`` for every array. It
+            returns the required constructor arguments that were not given, as a dict of ints (or tuples of ints).
+
+    Returns:
+        A class. Its constructor takes the arguments of ``cls`` by keyword, without those that are to be inferred.
+
+    Raises:
+        TypeError: If ``cls`` is no nnx.Module class or ``infer`` is not callable.
+
+    Example:
+        >>> import jax.numpy as jnp, lazymods as lm
+        >>> from flax import nnx
+        >>> LazyDense = lm.lazy(nnx.Linear, infer=lambda config, x: {"in_features": x.shape[-1]})
+        >>> layer = LazyDense(out_features=5, rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 3))).shape, layer.kernel.shape
+        ((2, 5), (3, 5))
+    """
+    if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
+        raise TypeError(f"lazy takes an nnx.Module class, got {cls!r}")
+    if not callable(infer):
+        raise TypeError(f"infer is a function infer(config, *args, **kwargs), got {infer!r}")
+    module = sys._getframe(1).f_globals.get("__name__", __name__)  # noqa: SLF001  as collections.namedtuple does
+    return make(Plan(cls, infer), name=f"Lazy{cls.__name__}", module=module)
+
+
+def make(plan: Plan, *, name: str, module: str, doc: str | None = None) -> Any:
+    """Make the lazy class of a plan (the built-in layers are made with this)."""
+    signature, rngs_name = _signature(plan)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        _construct(self, plan, signature, rngs_name, args, kwargs)
+
+    def initialize_parameters(self: Any, *args: Any, **kwargs: Any) -> Blueprint:
+        """Infer the sizes from the arguments of the first call and initialize every parameter."""
+        return _initialize_parameters(self, plan, args, kwargs)
+
+    __init__.__signature__ = signature  # type: ignore[attr-defined]
+    namespace = {
+        "__module__": module,
+        "__qualname__": name,
+        "__doc__": doc or _doc(plan),
+        "__init__": __init__,
+        "__signature__": signature,
+        "__reduce_ex__": _reduce,
+        "initialize_parameters": initialize_parameters,
+        "cls_to_become": plan.cls,
+        "_lazymods_infer": lambda self, args, kwargs: infer_values(self, plan, args, kwargs),
+        "_lazymods_plan": plan,
+    }
+    for entry in plan.entries:
+        namespace[entry] = _entry(plan, entry)
+    bases = (LazyModuleMixin, plan.cls)
+    return type(plan.cls)(name, bases, namespace, pytree=_compat.is_pytree(plan.cls))
+
+
+def _doc(plan: Plan) -> str:
+    return (
+        f"{plan.cls.__name__} whose missing arguments are inferred from its first call.\n\n"
+        f"Becomes {plan.cls.__module__}.{plan.cls.__qualname__}, made by lazymods.lazy."
+    )
+
+
+# ---------------------------------------------------------------- signature
+
+
+def _signature(plan: Plan) -> tuple[inspect.Signature, str | None]:
+    """The lazy class's signature: required arguments first, options by keyword, rngs last."""
+    parameters = constructor_parameters(plan.cls)
+    rngs_name = "rngs" if "rngs" in parameters else None
+    positional, keyword = [], []
+    for name, p in parameters.items():
+        if name == rngs_name or name in (plan.inferred or ()):
+            continue
+        if name in plan.optional:
+            positional.append(p.replace(default=None))
+            continue
+        required = p.default is p.empty
+        if required and plan.inferred is None:
+            p = p.replace(kind=p.KEYWORD_ONLY, default=INFERRED)
+        elif not required or p.kind is p.KEYWORD_ONLY:
+            p = p.replace(kind=p.KEYWORD_ONLY)
+        (keyword if p.kind is p.KEYWORD_ONLY else positional).append(p)
+    for name, default in plan.options.items():
+        keyword.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
+    if rngs_name is not None:
+        keyword.append(parameters[rngs_name].replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    return inspect.Signature([*positional, *keyword]), rngs_name
+
+
+# ---------------------------------------------------------------- constructing
+
+
+def _construct(
+    layer: Any, plan: Plan, signature: inspect.Signature, rngs_name: str | None, args: Any, kwargs: Any
+) -> None:
+    name = type(layer).__name__
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigurationError(
+            Problem(name, f"{describe_call(args, kwargs)} ({error})", f"arguments as in {name}{_short(signature)}",
+                    _call_line(name, signature))
+        ) from error
+    bound.apply_defaults()
+    config = {k: v for k, v in bound.arguments.items() if v is not INFERRED}
+    if plan.prepare is not None:
+        config = plan.prepare(config)
+    rngs = config.pop(rngs_name, None) if rngs_name else None
+    streams = _read_streams(name, rngs)
+    structure = _structure(plan, config)
+    modules = {k: v for k, v in config.items() if isinstance(v, nnx.Module)}
+    described = tuple((n, s.key.get_value().dtype, s.tag) for n, s in streams.items())
+    takes_rngs = rngs_name if rngs is not None else None
+    plain = {k: v for k, v in config.items() if k not in modules}
+
+    def specify(unknown: dict[str, Any]) -> LayerSpec:
+        return LayerSpec(name, plan.cls, plain, unknown, tuple(plan.options), described, takes_rngs, tuple(modules))
+
+    spec, template = _first_that_reads(plan, specify, structure, modules)
+    keys = [a for s in streams.values() for a in (s.key.get_value(), s.count.get_value())]
+    given = modules | {rngs_name: rngs} | {f"{rngs_name}.{n}": s for n, s in streams.items()}
+    _lifecycle.build(layer, spec, template, keys, given)
+    for n, draws in template.blueprint.draws.items():
+        if draws:
+            streams[n].count.set_raw_value(streams[n].count.get_value() + np.uint32(draws))
+
+
+def _short(signature: inspect.Signature) -> str:
+    shown = [n if p.default is p.empty else f"{n}=..." for n, p in signature.parameters.items()]
+    return f"({', '.join(shown[:6])}{', ...' if len(shown) > 6 else ''}); options go by keyword, rngs is required"
+
+
+def _call_line(name: str, signature: inspect.Signature) -> str:
+    required = [n for n, p in signature.parameters.items() if p.default is p.empty and n != "rngs"]
+    return f"{name}({''.join(n + ', ' for n in required)}rngs=nnx.Rngs(0))"
+
+
+def _read_streams(name: str, rngs: Any) -> dict[str, nnx.RngStream]:
+    if rngs is None:
+        return {}
+    streams = {"": rngs} if isinstance(rngs, nnx.RngStream) else dict(rngs.items()) if isinstance(rngs, nnx.Rngs) else None
+    if streams is None or any(s.key.get_value().shape != () for s in streams.values()):
+        raise ConfigurationError(
+            Problem(name, f"rngs={describe(rngs) if streams is None else 'streams of several keys'}",
+                    "an nnx.Rngs with one key a stream", f"{name}(..., rngs=nnx.Rngs(0))")
+        )
+    return streams
+
+
+def _structure(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is unknown: an int for each missing argument, unless the plan knows better."""
+    if plan.structure is not None:
+        return plan.structure(MappingProxyType(dict(config)))
+    if plan.inferred is not None:
+        return {n: None for n in plan.inferred if n not in config}
+    required = (n for n, p in constructor_parameters(plan.cls).items() if p.default is p.empty and n != "rngs")
+    return {n: None for n in required if n not in config}
+
+
+def _first_that_reads(plan: Plan, specify: Any, structure: dict[str, Any], modules: dict[str, Any]) -> Any:
+    """Read the constructor; if it takes no ints for what is missing, try tuples of them."""
+    guesses = [structure]
+    if plan.structure is None and plan.inferred is None and structure:
+        guesses += [dict.fromkeys(structure, (None,) * n) for n in range(1, 5)]
+    error: Exception | None = None
+    for guess in guesses:
+        spec = specify(guess)
+        try:
+            return spec, spec.probe(modules) if modules else spec.template
+        except _REFUSALS as e:
+            error = error or e
+    assert error is not None
+    raise error
+
+
+# ---------------------------------------------------------------- the first call
+
+
+def _initialize_parameters(layer: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Blueprint:
+    if plan.wraps is not None:
+        _initialize_wrapped(getattr(layer, plan.wraps), args, kwargs)
+    values = infer_values(layer, plan, args, kwargs)
+    try:
+        return _lifecycle.fill(layer, values, abstract=_first_call.LOCAL.session is not None)
+    except LazyError:
+        raise
+    except _REFUSALS as error:
+        reason = " ".join(str(error).split())
+        sizes = ", ".join(f"{k}={v}" for k, v in values.items())
+        raise ShapeInferenceError(
+            Problem(_graph.place(layer, type(layer).__name__), f"{describe_call(args, kwargs)}, so {sizes}",
+                    f"sizes that {plan.cls.__name__} takes; it says: {reason}", "an input of another width")
+        ) from error
+
+
+def _initialize_wrapped(inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _graph.is_lazy_node(inner):
+        _first_call.initialize(inner, args, kwargs)
+    elif _graph.has_uninitialized_params(inner):
+        from lazymods._inference import materialize  # it needs this module
+
+        materialize(inner, *args, **kwargs)
+
+
+def infer_values(layer: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Call ``infer`` with the shapes of a call's arguments and check what it returns.
+
+    Raises:
+        ShapeInferenceError: If it raises, or returns anything but the missing arguments as positive ints.
+    """
+    config = MappingProxyType(vars(layer)[STATE].spec.config | _lifecycle.modules_of(layer))
+    where = _graph.place(layer, type(layer).__name__)
+    got = describe_call(args, kwargs)
+    shapes, named = _first_call.as_specs((args, kwargs))
+    try:
+        values = plan.infer(config, *shapes, **named)
+    except Fact as fact:
+        raise ShapeInferenceError(Problem(where, got, fact.needed, fact.write)) from None
+    except LazyError:
+        raise
+    except Exception as error:
+        raise ShapeInferenceError(
+            Problem(where, got, f"a call from which infer can tell the sizes; it raised {type(error).__name__}: {error}",
+                    "a call with the arguments that the layer's forward takes")
+        ) from error
+    _check_values(layer, plan, where, values)
+    problem = _zero(where, got, values)
+    if problem is not None:
+        raise ShapeInferenceError(problem)
+    return {k: _plain(v) for k, v in values.items()}
+
+
+class Fact(Exception):
+    """Raised by the built-in ``infer`` functions: what is needed, and the line to write."""
+
+    def __init__(self, needed: str, write: str) -> None:
+        super().__init__(needed)
+        self.needed, self.write = needed, write
+
+
+def _check_values(layer: Any, plan: Plan, where: str, values: Any) -> None:
+    spec = vars(layer)[STATE].spec
+    wanted = set(spec.unknown)
+    wrong = ""
+    if not isinstance(values, Mapping):
+        wrong = f"a {type(values).__name__}"
+    elif set(values) != wanted:
+        wrong = f"the arguments {sorted(map(str, values))}"
+    else:
+        for name, value in values.items():
+            for leaf in jax.tree.leaves(value, is_leaf=lambda v: v is None):
+                if not _is_dimension(leaf):
+                    wrong = f"{name}={leaf!r}"
+                elif as_size(leaf) is None:
+                    raise ShapeInferenceError(
+                        Problem(where, f"{name}={leaf}, a symbolic size", "a concrete feature axis: parameters need "
+                                "their sizes; only batch axes may be symbolic", "an input whose feature axis is an int")
+                    )
+    if wrong:
+        needed = ", ".join(sorted(wanted)) or "nothing"
+        raise ShapeInferenceError(
+            Problem(where, f"infer returned {wrong}", f"a dict of positive ints for {needed}: the constructor arguments "
+                    "that were not given", "return {" + ", ".join(f'"{n}": x.shape[-1]' for n in sorted(wanted)) + "}")
+        )
+
+
+def _is_dimension(value: Any) -> bool:
+    size = as_size(value) if not isinstance(value, jax.core.Tracer) else None
+    return (size is not None and size >= 0) or export.is_symbolic_dim(value)
+
+
+def _zero(where: str, got: str, values: Mapping[str, Any]) -> Problem | None:
+    zero = [k for k, v in values.items() if any(as_size(leaf) == 0 for leaf in jax.tree.leaves(v))]
+    if not zero:
+        return None
+    return Problem(where, f"{got}, so {', '.join(f'{k}=0' for k in zero)}", "at least one feature: an initializer divides "
+                   "by their number", "an input whose feature axis is not empty")
+
+
+def _plain(value: Any) -> Any:
+    return jax.tree.map(as_size, value)
+
+
+def _entry(plan: Plan, name: str) -> Any:
+    """Make a method that initializes the layer if it is the first to be called."""
+    inherited = getattr(plan.cls, name)
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if STATE in vars(self):
+            config = MappingProxyType(vars(self)[STATE].spec.config)
+            call_args, call_kwargs = plan.entries[name](config, *args, **kwargs)
+            with _first_call.attempt(self, call_args, call_kwargs):
+                _first_call.initialize(self, call_args, call_kwargs)
+                return inherited(self, *args, **kwargs)
+        return inherited(self, *args, **kwargs)
+
+    method.__name__, method.__qualname__, method.__doc__ = name, f"{plan.cls.__name__}.{name}", inherited.__doc__
+    return method
+
+
+# ---------------------------------------------------------------- pickling
+
+
+def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+    """Pickle by the lazy class if it can be imported, else by the class and ``infer`` that it was made of."""
+    cls = type(self)
+    if _importable(cls):
+        return object.__reduce_ex__(self, protocol)
+    plan: Plan = cls._lazymods_plan
+    return _restore, (plan.cls, plan.infer, cls.__name__, cls.__module__), self.__getstate__()
+
+
+def _importable(cls: type) -> bool:
+    """Whether a class is found where it says it is, under whatever name."""
+    namespace = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
+    if namespace.get(cls.__name__) is cls:
+        return True
+    for name, value in namespace.items():
+        if value is cls:
+            cls.__name__ = cls.__qualname__ = name
+            return True
+    return False
+
+
+def _restore(cls: type, infer: Infer, name: str, module: str) -> Any:
+    return object.__new__(make(Plan(cls, infer), name=name, module=module))
+

@@ -1,0 +1,210 @@
+"""The first call of a lazy layer, in whatever context it happens.
+
+Where a layer was born decides. Born in plain Python (and perhaps closed over by a transform): it is sized,
+initialized and finished at once. Born inside a trace as the copy that an nnx transform made of an object
+outside: it is filled and keeps its class, so that the transform finds the node that it expects; the object
+outside finishes when the copy's changes are carried to it. Born inside a trace in any other way, as an argument
+of ``jax.jit`` or by ``nnx.merge``: its parameters would be lost, so the call is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from flax import nnx
+
+from lazymods import _compat, _graph, _lifecycle
+from lazymods._blueprint import Blueprint
+from lazymods._errors import (
+    LazyError,
+    Problem,
+    ShapeInferenceError,
+    UninitializedError,
+    describe_call,
+)
+from lazymods._graph import LOCAL, STATE
+from lazymods._placeholder import UninitializedVariable
+
+_LOOPS = ("scan", "while_loop", "while_loop_body", "fori_loop", "fori_loop_body")
+
+
+def first_call(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Initialize a lazy layer and run its forward; on any error it is as lazy as before.
+
+    Args:
+        layer: A lazy layer.
+        forward: Its class's ``__call__``; used if the layer keeps its class.
+        args: The call's arguments.
+        kwargs: The call's keyword arguments.
+    """
+    before = type(layer)
+    with attempt(layer, args, kwargs):
+        initialize(layer, args, kwargs)
+        if type(layer) is before:
+            return forward(layer, *args, **kwargs)
+        return layer(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def attempt(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Take the layer back to where it was if the body fails, and say which layer failed on what."""
+    if LOCAL.session is not None:
+        yield
+        return
+    snapshot = _lifecycle.Snapshot(layer)
+    try:
+        yield
+    except BaseException as error:
+        with _lifecycle.LOCK:
+            snapshot.restore()
+        if isinstance(error, (ValueError, TypeError)) and not isinstance(error, LazyError) and _is_flax(layer):
+            raise forward_error(layer, args, kwargs, error) from error
+        raise
+
+
+def _is_flax(layer: Any) -> bool:
+    state = vars(layer).get(STATE)
+    spec = state.spec if state is not None else None
+    return spec is not None and spec.cls.__module__.startswith("flax.")
+
+
+def forward_error(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> ShapeInferenceError:
+    """Say which layer refused which input; the reason is Flax's own."""
+    reason = " ".join(str(error).split())
+    return ShapeInferenceError(
+        Problem(
+            where=_graph.place(layer, type(layer).__name__),
+            got=describe_call(args, dict(kwargs)),
+            needed=f"an input that the layer takes; Flax says: {reason}",
+            write="the call again with another input; the layer is as lazy as before",
+        )
+    )
+
+
+# ---------------------------------------------------------------- initializing
+
+
+def initialize(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Size and fill a lazy layer from the arguments of its first call, and finish it.
+
+    Raises:
+        UninitializedError: If the parameters would be lost in this context.
+        ShapeInferenceError: If the sizes do not follow from the arguments.
+    """
+    if LOCAL.session is not None:
+        LOCAL.session.initialize(layer, args, kwargs)
+        return
+    with _lifecycle.LOCK:
+        if STATE not in vars(layer):  # another thread was first
+            return
+        finish(layer, args, kwargs, keep_class=is_carried(layer))
+
+
+def run_initialize_parameters(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Blueprint | None:
+    """Call ``initialize_parameters`` where the layer was born, and check that it left no slot empty.
+
+    Returns:
+        The blueprint at the sizes found; None for a layer written by hand.
+
+    Raises:
+        UninitializedError: If a slot was left empty.
+    """
+    made = layer.initialize_parameters(*args, **kwargs)
+    left = [e.name for e in empty_slots(layer)]
+    if left:
+        raise UninitializedError(_left_empty(layer, left))
+    spec = vars(layer)[STATE].spec
+    if spec is None or isinstance(made, Blueprint):
+        return made if spec is not None else None
+    # an override that did not return what it got from super()
+    return spec.blueprint(_lifecycle.values_from_slots(layer) or {}, _lifecycle.modules_of(layer))
+
+
+def finish(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_class: bool = False) -> None:
+    """Initialize a lazy layer where it was born, and settle it there."""
+    level = _compat.birth_trace(layer) or _compat.current_trace()
+    if level is not _compat.current_trace():
+        args, kwargs = as_specs((args, kwargs))
+    with _compat.at_trace(level):
+        blueprint = run_initialize_parameters(layer, args, kwargs)
+        _lifecycle.settle(layer, blueprint, keep_class=keep_class)
+
+
+def empty_slots(layer: Any) -> list[_graph.Entry]:
+    """The placeholders of a layer, without those of lazy layers inside it."""
+    inside = [path for path, node in _graph.nodes(layer) if path and _graph.is_lazy_node(node)]
+    return [
+        e
+        for e in _graph.entries(layer)
+        if isinstance(e.value, UninitializedVariable) and not any(e.path[: len(p)] == p for p in inside)
+    ]
+
+
+def _left_empty(layer: Any, left: list[str]) -> Problem:
+    return Problem(
+        where=_graph.place(layer, type(layer).__name__),
+        got=f"initialize_parameters left {', '.join(left)} uninitialized",
+        needed="every parameter of the layer materialized by its initialize_parameters",
+        write="\n          ".join(f"self.{name}.materialize(shape)" for name in left),
+    )
+
+
+def as_specs(tree: Any) -> Any:
+    """Replace every array of a pytree by its shape and dtype; modules and everything else stay."""
+
+    def one(x: Any) -> Any:
+        if isinstance(x, (jax.Array, np.ndarray)):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return x
+
+    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, (nnx.Pytree, nnx.Variable)))
+
+
+# ---------------------------------------------------------------- contexts
+
+
+def is_carried(layer: Any) -> bool:
+    """Whether an nnx transform carries the layer's changes to an object outside.
+
+    Raises:
+        UninitializedError: If the layer is a copy whose parameters, or their gradients, would be lost.
+    """
+    birth = _compat.birth_trace(layer)
+    if birth is None or birth is _compat.eval_trace():
+        return False
+    tags = _compat.carrying_transforms(layer)
+    if "grad" in tags:
+        _refuse(layer, "its first call inside nnx.grad (or nnx.value_and_grad), of which it is an argument",
+                "parameters to differentiate with respect to: none exist yet")
+    if any(tag in _LOOPS for tag in tags if isinstance(tag, str)) and _has_static_keys(layer):
+        _refuse(layer, "its first call inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)",
+                "the same parameters before and after every step of the loop")
+    if tags:
+        return True
+    if vars(layer)[STATE].built_in(birth):
+        return False
+    return _refuse(layer, "its first call on a copy, as an argument of jax.jit, jax.vmap or another JAX transform, of "
+                   "nnx.eval_shape, or made by nnx.merge inside one",
+                   "parameters that outlive the call: those made here would be lost", eval_shape=True)
+
+
+def _has_static_keys(layer: Any) -> bool:
+    return all(v.recipe.is_static for v in _graph.variables(layer) if isinstance(v, UninitializedVariable))
+
+
+def _refuse(layer: Any, got: str, needed: str, *, eval_shape: bool = False) -> NoReturn:
+    names = [e.name for e in _graph.entries(layer) if isinstance(e.value, UninitializedVariable)]
+    parameters = f" ({', '.join(names)})" if names else ""
+    shapes = "; for output shapes alone, lm.infer_shapes(model, x)" if eval_shape else ""
+    raise UninitializedError(
+        Problem(
+            where=_graph.place(layer, f"{type(layer).__name__}{parameters}"),
+            got=got,
+            needed=needed,
+            write=f"lm.materialize(model, x) before, or model(x) once outside of the transform{shapes}",
+        )
+    )

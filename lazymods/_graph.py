@@ -1,0 +1,189 @@
+"""Walking a model: every Variable and raw array by path, in the order in which attributes were defined."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from lazymods import _compat
+from lazymods._recipe import Recipe
+
+STATE = "_lazymods__state"  # the attribute that makes a layer lazy
+HOOKS = "_lazymods__hooks"  # the attribute that holds a module's hooks
+Path = tuple[Any, ...]
+_PRIVATE = frozenset((STATE, HOOKS, _compat.STATE, _compat.NODES))
+
+
+class _Local(threading.local):
+    session: Any = None  # the _session.Session whose abstract run this thread is in, if any
+
+
+LOCAL = _Local()
+
+
+class Entry(NamedTuple):
+    """A Variable or raw array: where it is, and what holds it."""
+
+    path: Path
+    holder: Any
+    key: Any
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """The dotted path."""
+        return dotted(self.path)
+
+
+def dotted(path: Path) -> str:
+    """Join a path with dots; tuple keys are joined as well: ``batch_stats.kernel.u``."""
+    return ".".join(dotted(p) if isinstance(p, tuple) else str(p) for p in path)
+
+
+def attributes(node: Any) -> dict[str, Any]:
+    """The attributes of an nnx object without those that are private to nnx and lazymods."""
+    return {k: v for k, v in vars(node).items() if k not in _PRIVATE}
+
+
+def children(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What an nnx object, dict, list or tuple holds, by key."""
+    if isinstance(value, nnx.Pytree):
+        yield from attributes(value).items()
+    elif isinstance(value, dict):
+        yield from value.items()
+    elif isinstance(value, (list, tuple)):
+        yield from enumerate(value)
+
+
+def entries(model: Any) -> Iterator[Entry]:
+    """Every Variable and raw array, one that is shared under each of its names."""
+    yield from _entries(model, (), ())
+
+
+def _entries(holder: Any, path: Path, above: tuple[int, ...]) -> Iterator[Entry]:
+    if id(holder) in above:  # a cycle
+        return
+    for key, value in children(holder):
+        here = (*path, key)
+        if isinstance(value, (nnx.Variable, jax.Array, np.ndarray)):
+            yield Entry(here, holder, key, value)
+        elif _is_branch(value):
+            yield from _entries(value, here, (*above, id(holder)))
+
+
+def nodes(model: Any) -> Iterator[tuple[Path, Any]]:
+    """Every nnx object, ``model`` first, one that is shared under its first name only."""
+    yield from _nodes(model, (), set())
+
+
+def _nodes(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, nnx.Pytree):
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        yield path, value
+    for key, child in children(value):
+        if _is_branch(child):
+            yield from _nodes(child, (*path, key), seen)
+
+
+def _is_branch(value: Any) -> bool:
+    return isinstance(value, nnx.Pytree) or (type(value) in (dict, list, tuple) and bool(value))
+
+
+def variables(model: Any) -> list[nnx.Variable[Any]]:
+    """Every Variable once."""
+    return list({id(e.value): e.value for e in entries(model) if isinstance(e.value, nnx.Variable)}.values())
+
+
+def is_placeholder(value: Any) -> bool:
+    """Whether a value is a Variable without a value."""
+    return isinstance(value, nnx.Variable) and isinstance(value.get_raw_value(), Recipe)
+
+
+def is_lazy_node(node: Any) -> bool:
+    """Whether an nnx object is a lazy layer that has not become its class yet."""
+    return isinstance(node, nnx.Pytree) and STATE in vars(node)
+
+
+def lazy_nodes(model: Any) -> list[tuple[Path, Any]]:
+    """Every lazy layer, children before parents."""
+    return [(p, n) for p, n in nodes(model) if is_lazy_node(n)][::-1]
+
+
+# ---------------------------------------------------------------- naming a place in a message
+
+
+def place(target: Any, name: str) -> str:
+    """Name an object by its path in the model that the callers hold: ``fc1 (LazyLinear)``.
+
+    A layer does not know where it hangs. For a message, the callers' local variables are searched for modules
+    that hold it; the longest path wins, and without one the name alone must do.
+    """
+    best: Path = ()
+    frame = sys._getframe(1)  # noqa: SLF001
+    seen: set[int] = set()
+    while frame is not None:
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, nnx.Pytree) and value is not target and id(value) not in seen:
+                seen.add(id(value))
+                path = next((p for p, v in _all(value) if v is target), ())
+                best = path if len(path) > len(best) else best
+        frame = frame.f_back
+    return f"{dotted(best)} ({name})" if best else name
+
+
+def _all(model: Any) -> Iterator[tuple[Path, Any]]:
+    yield from nodes(model)
+    yield from ((e.path, e.value) for e in entries(model))
+
+
+# ---------------------------------------------------------------- questions (public)
+
+
+def is_lazy(x: Any) -> bool:
+    """Say whether a layer or parameter is still uninitialized.
+
+    Args:
+        x: An nnx module or Variable; anything else is not lazy.
+
+    Returns:
+        True for a placeholder and for a lazy layer that has not become its class.
+
+    Example:
+        >>> import lazymods as lm
+        >>> from flax import nnx
+        >>> lm.is_lazy(lm.LazyLinear(4, rngs=nnx.Rngs(0))), lm.is_lazy(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
+        (True, False)
+    """
+    return is_placeholder(x) or is_lazy_node(x)
+
+
+def has_uninitialized_params(model: Any) -> bool:
+    """Say whether any parameter or buffer of a model is uninitialized.
+
+    Args:
+        model: An nnx module, or any nnx object.
+    """
+    return any(is_placeholder(e.value) for e in entries(model))
+
+
+def uninitialized_paths(model: Any) -> list[str]:
+    """List the dotted paths of all uninitialized parameters and buffers, in definition order.
+
+    Args:
+        model: An nnx module, or any nnx object.
+
+    Example:
+        >>> import lazymods as lm
+        >>> from flax import nnx
+        >>> lm.uninitialized_paths(nnx.List([lm.LazyLinear(4, rngs=nnx.Rngs(0))]))
+        ['0.kernel', '0.bias']
+    """
+    return [e.name for e in entries(model) if is_placeholder(e.value)]

@@ -1,0 +1,114 @@
+"""Whole models: their shapes, and their parameters, from the shapes of one input."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lazymods import _first_call, _graph, _lifecycle
+from lazymods._errors import LazyError, relocate
+from lazymods._graph import STATE, dotted
+from lazymods._placeholder import UninitializedVariable
+from lazymods._report import ShapeReport, report_of
+from lazymods._session import Session, Visit
+
+
+def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
+    """Find the shapes of a model's layers, parameters and output; nothing is allocated and nothing changes.
+
+    Args:
+        model: An nnx module, lazy or not.
+        *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
+        **kwargs: Keyword arguments of the call.
+
+    Returns:
+        A report with a row for each layer, the output's shapes and dtypes, and totals. It prints as a table.
+
+    Raises:
+        ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lazymods as lm
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(lm.LazyLinear(16, rngs=nnx.Rngs(0)), lm.LazyLinear(4, rngs=nnx.Rngs(1)))
+        >>> report = lm.infer_shapes(model, jax.ShapeDtypeStruct((32, 8), jnp.float32))
+        >>> report.output.shape, report.total_parameters
+        ((32, 4), 212)
+    """
+    session = Session(model, args, kwargs).run()
+    return report_of(model, session)
+
+
+def materialize(model: nnx.Module, *args: Any, device: Any = None, dtype: Any = None, **kwargs: Any) -> ShapeReport:
+    """Initialize every lazy layer that a call would reach, without running the call.
+
+    All or nothing: if a layer fails, the whole model is as it was. Layers that the call does not reach stay lazy
+    and are listed in the report's ``unreached``. Layers that are ready stay as they are.
+
+    Args:
+        model: An nnx module.
+        *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
+        device: Where the parameters are made; None: the default device.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get: drawn as usual, then cast. None: each
+            layer's own. Statistics keep theirs.
+        **kwargs: Keyword arguments of the call.
+
+    Returns:
+        The report of :func:`infer_shapes`, with ``unreached``.
+
+    Raises:
+        ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
+        UninitializedError: If a layer's ``initialize_parameters`` leaves a parameter empty.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lazymods as lm
+        >>> from flax import nnx
+        >>> layer = lm.LazyLinear(4, rngs=nnx.Rngs(0))
+        >>> report = lm.materialize(layer, jax.ShapeDtypeStruct((2, 3), jnp.float32))
+        >>> type(layer).__name__, layer.kernel.shape
+        ('Linear', (3, 4))
+    """
+    dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+    with _lifecycle.LOCK:
+        snapshot = _lifecycle.Snapshot(model)
+        place = contextlib.nullcontext() if device is None else jax.default_device(device)
+        try:
+            session = Session(model, args, kwargs).run()
+            report = report_of(model, session)
+            with place:
+                while _finish(model, list(session.visits.values()), dtype) and _graph.lazy_nodes(model):
+                    session = Session(model, args, kwargs).run()  # layers that initialize_parameters made
+        except BaseException:
+            snapshot.restore()
+            raise
+    return report
+
+
+def _finish(model: Any, visits: list[Visit], dtype: Any) -> bool:
+    """Initialize the layers that a run reached; say whether there were any."""
+    paths = {id(node): path for path, node in _graph.nodes(model)}
+    waiting = [v for v in visits if STATE in vars(v.layer)]
+    for visit in waiting:
+        if STATE not in vars(visit.layer):  # a layer that wraps it has initialized it
+            continue
+        if dtype is not None:
+            _set_dtype(visit.layer, dtype)
+        try:
+            _first_call.finish(visit.layer, visit.args, visit.kwargs, keep_class=_first_call.is_carried(visit.layer))
+        except LazyError as error:
+            path = dotted(paths.get(id(visit.layer), ()))
+            kind = type(visit.layer).__name__
+            where = f"{path} ({kind})" if path else kind
+            raise relocate(error, lambda p, where=where, path=path: p.where if path in p.where else where) from error
+    return bool(waiting)
+
+
+def _set_dtype(layer: Any, dtype: Any) -> None:
+    for variable in _graph.variables(layer):
+        floating = isinstance(variable, UninitializedVariable) and jnp.issubdtype(variable.dtype, jnp.floating)
+        if floating and isinstance(variable, nnx.Param):
+            variable.dtype = dtype

@@ -1,0 +1,494 @@
+"""From lazy to ready: the only place that fills a layer's slots and swaps its class.
+
+A lazy layer has the attributes of the class it will become, placeholders for its Variables, and one more static
+attribute, its :class:`LazyState`. :func:`build` makes it so; :func:`fill` computes the values that are missing,
+then writes all of them at once; :func:`settle` removes what made the layer lazy. A :class:`Snapshot` takes a
+layer, or a model, back to where it was.
+
+Values are made where the layer was born: in plain Python for a layer that is closed over by a transform, since
+its keys are concrete; inside the transform for one that was built there. So no tracer is ever stored in an
+object that outlives it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from lazymods import _compat, _graph
+from lazymods._blueprint import Blueprint, Container, Given, Node, Slot, Static
+from lazymods._errors import Problem, ShapeInferenceError
+from lazymods._graph import STATE, Path, dotted
+from lazymods._placeholder import (
+    UninitializedArray,
+    UninitializedVariable,
+    placeholder,
+    placeholder_type,
+    show_shape,
+)
+from lazymods._recipe import Recipe, StaticKeys
+from lazymods._spec import LayerSpec, SlotSource, Template, same_static
+
+LOCK = threading.RLock()  # one initialization at a time, in whatever thread
+
+
+class LazyState:
+    """What makes a layer lazy: the spec it was configured with, and the trace in which it was built.
+
+    Two states are equal if their specs are: the trace is not part of a jit cache key.
+    """
+
+    def __init__(self, spec: LayerSpec | None = None, given: Mapping[str, Path] | None = None) -> None:
+        self.spec = spec
+        self.given = dict(given or {})
+        trace = _compat.current_trace()
+        self.home = None if trace is _compat.eval_trace() else _compat.weak(trace)
+
+    def built_in(self, trace: Any) -> bool:
+        """Whether the layer was built in ``trace`` (rather than copied into it)."""
+        return trace is _compat.eval_trace() if self.home is None else self.home() is trace
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LazyState) and self.spec == other.spec and self.given == other.given
+
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
+    def __repr__(self) -> str:
+        return f"LazyState({self.spec})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyState:
+        return self
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.spec, self.given
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.spec, self.given = state
+        self.home = None
+
+
+class Snapshot:
+    """The classes, attributes and Variable contents of objects, to go back to."""
+
+    def __init__(self, *roots: Any) -> None:
+        self._nodes: list[tuple[Any, type, dict[str, Any]]] = []
+        self._containers: list[tuple[Any, Any]] = []
+        self._variables: list[tuple[Any, type, Any, dict[str, Any]]] = []
+        seen: set[int] = set()
+        for root in roots:
+            self._take(root, seen)
+
+    def _take(self, value: Any, seen: set[int]) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, nnx.Variable):
+            self._variables.append((value, type(value), value.get_raw_value(), value.get_metadata()))
+            return
+        if isinstance(value, nnx.Pytree):
+            self._nodes.append((value, type(value), dict(vars(value))))
+        elif isinstance(value, (dict, list)):
+            self._containers.append((value, value.copy()))
+        for _, child in _graph.children(value):
+            if isinstance(child, (nnx.Variable, nnx.Pytree, dict, list, tuple)):
+                self._take(child, seen)
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for node, cls, attributes in self._nodes:
+            vars(node).clear()
+            vars(node).update(attributes)
+            _compat.set_class(node, cls)
+        for container, contents in self._containers:
+            container.clear()
+            container.extend(contents) if isinstance(container, list) else container.update(contents)
+        for variable, cls, raw, metadata in self._variables:
+            _compat.write_variable(variable, cls, raw, metadata)
+
+
+# ---------------------------------------------------------------- building
+
+
+def build(layer: Any, spec: LayerSpec, template: Template, keys: Sequence[Any], given: Mapping[str, Any]) -> None:
+    """Give a new lazy layer its attributes and placeholders.
+
+    Args:
+        layer: The object, still without attributes.
+        spec: Its spec.
+        template: The template of the spec.
+        keys: Key and counter of each stream, as they are before the layer draws from them.
+        given: What the caller handed in and the layer keeps, by argument name.
+    """
+    builder = _Builder(spec, template, keys, given)
+    root = template.blueprint.root
+    for name, description in root.attributes.items():
+        if (name,) not in template.pending:
+            object.__setattr__(layer, name, builder.make(description, (name,)))
+    names = {k: v for k, v in root.data_names.items() if (k,) not in template.pending}
+    _compat.set_data_names(layer, names)
+    places = {d.argument: p for p, d in _given(root, ())}
+    object.__setattr__(layer, STATE, LazyState(spec, {a: places[a] for a in spec.modules if a in places}))
+
+
+def _given(description: Any, path: Path) -> Iterator[tuple[Path, Given]]:
+    if isinstance(description, Given):
+        yield path, description
+    elif isinstance(description, Node):
+        for name, child in description.attributes.items():
+            yield from _given(child, (*path, name))
+
+
+class _Builder:
+    """Makes objects from descriptions: placeholders for slots, one object for a shared description."""
+
+    def __init__(self, spec: LayerSpec, template: Template, keys: Sequence[Any], given: Mapping[str, Any]) -> None:
+        self.spec, self.template, self.given = spec, template, given
+        self.arrays = tuple(keys)
+        self.keys = StaticKeys(keys) if all(_compat.is_concrete(k) for k in keys) else tuple(keys)
+        self.made: dict[int, Any] = {}
+
+    def make(self, description: Any, path: Path) -> Any:
+        if isinstance(description, Static):
+            return description.fresh()
+        if isinstance(description, Given):
+            return self.given[description.argument]
+        if isinstance(description, Container):
+            pairs = [(k, self.make(d, (*path, k))) for k, d in description.items]
+            return dict(pairs) if description.cls is dict else description.cls(v for _, v in pairs)
+        if id(description) not in self.made:
+            made = self._slot(description) if isinstance(description, Slot) else self._node(description, path)
+            self.made[id(description)] = made
+        return self.made[id(description)]
+
+    def _node(self, description: Node, path: Path) -> Any:
+        node = _compat.new_object(description.cls)
+        self.made[id(description)] = node
+        for name, child in description.attributes.items():
+            if (*path, name) not in self.template.pending:
+                object.__setattr__(node, name, self.make(child, (*path, name)))
+        names = {k: v for k, v in description.data_names.items() if (*path, k) not in self.template.pending}
+        _compat.set_data_names(node, names)
+        return node
+
+    def _slot(self, slot: Slot) -> Any:
+        metadata = dict(slot.metadata) | _compat.default_metadata()
+        if slot.cls is not None and issubclass(slot.cls, nnx.RngState):  # random state depends on no size
+            value = self.template.blueprint.run([slot], self.arrays)[0]
+            return _compat.new_variable(slot.cls, value, metadata)
+        shape = self.template.shapes[slot.path]
+        source = SlotSource(self.spec, slot.path)
+        recipe = Recipe(source, shape, slot.dtype, dotted(slot.path), self.keys)
+        return placeholder(UninitializedArray if slot.cls is None else placeholder_type(slot.cls), recipe, metadata)
+
+
+# ---------------------------------------------------------------- filling
+
+
+def own_slots(layer: Any, blueprint: Blueprint) -> dict[Path, tuple[Any, Any, Any]]:
+    """What the layer now holds at each slot: holder, key and value (a slot that was removed is left out)."""
+    found = {}
+    for path in blueprint.slots:
+        holder, value, key = None, layer, None
+        for key in path:
+            holder = value
+            value = get_child(holder, key)
+        if value is not _MISSING:
+            found[path] = (holder, key, value)
+    return found
+
+
+_MISSING = object()
+
+
+def get_child(holder: Any, key: Any) -> Any:
+    """What an nnx object or container holds at a key, or a sentinel."""
+    if isinstance(holder, dict):
+        return holder.get(key, _MISSING)
+    if isinstance(holder, (list, tuple)):
+        return holder[key] if key < len(holder) else _MISSING
+    return getattr(holder, "__dict__", {}).get(key, _MISSING)
+
+
+def modules_of(layer: Any) -> dict[str, Any]:
+    """The modules that a lazy layer was given, by argument name."""
+    out = {}
+    for argument, path in vars(layer)[STATE].given.items():
+        value = layer
+        for key in path:
+            value = get_child(value, key)
+        out[argument] = value
+    return out
+
+
+def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Blueprint:
+    """Compute every slot of a factory-made layer that has no value yet, then write them all.
+
+    Args:
+        layer: A lazy layer.
+        values: The inferred constructor arguments.
+        abstract: Write traced zeros instead; nothing is computed.
+
+    Returns:
+        The blueprint at those sizes.
+
+    Raises:
+        ShapeInferenceError: If a slot that has a value already, or a known axis, has another size.
+    """
+    spec = vars(layer)[STATE].spec
+    blueprint = spec.blueprint(values, modules_of(layer))
+    _add_new_slots(layer, blueprint)
+    held = own_slots(layer, blueprint)
+    _check_held(spec, blueprint, held)
+    empty = {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)}
+    level = _birth(layer) if abstract else level_of(layer, empty.values())
+    with _compat.at_trace(level):
+        if abstract:
+            arrays = {p: jax.lax.full(blueprint.slots[p].shape, 0, v.dtype) for p, v in empty.items()}
+        else:
+            arrays = _compute(spec, blueprint, empty)
+        for path, array in arrays.items():
+            holder, key, variable = held[path]
+            if isinstance(variable, UninitializedArray):
+                put(holder, key, array)
+            elif isinstance(variable, UninitializedVariable):  # a tie inside the layer may have filled it
+                variable.become(array)
+    return blueprint
+
+
+def level_of(layer: Any, placeholders: Any) -> Any:
+    """Return the trace in which a layer's values are made."""
+    if all(_compat.is_concrete(k) for p in placeholders for k in p.recipe.keys):
+        return _compat.eval_trace()
+    return _birth(layer)
+
+
+def _birth(layer: Any) -> Any:
+    return _compat.birth_trace(layer) or _compat.current_trace()
+
+
+def _add_new_slots(layer: Any, blueprint: Blueprint) -> None:
+    """Make placeholders for slots that the constructor makes at these sizes, though not at the probes'."""
+    spec = vars(layer)[STATE].spec
+    template = spec.template if not spec.modules else None
+    if template is None or blueprint.slots.keys() <= template.blueprint.slots.keys():
+        return
+    keys = next((v.recipe.keys for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)), ())
+    shapes = {p: s.shape for p, s in blueprint.slots.items()}
+    builder = _Builder(spec, Template(blueprint, shapes, {}, frozenset()), keys, modules_of(layer))
+    for name, description in blueprint.root.attributes.items():
+        if name not in vars(layer) and _has_new(description, template):
+            object.__setattr__(layer, name, builder.make(description, (name,)))
+
+
+def _has_new(description: Any, template: Template) -> bool:
+    if isinstance(description, Slot):
+        return description.path not in template.blueprint.slots
+    if isinstance(description, Node):
+        return any(_has_new(d, template) for d in description.attributes.values())
+    return False
+
+
+def _check_held(spec: LayerSpec, blueprint: Blueprint, held: Mapping[Path, tuple[Any, Any, Any]]) -> None:
+    problems = []
+    for path, (_, _, value) in held.items():
+        slot = blueprint.slots[path]
+        if isinstance(value, UninitializedVariable):
+            known = value.recipe.shape
+            wrong = known is not None and (
+                len(known) != len(slot.shape) or any(k is not None and k != d for k, d in zip(known, slot.shape))
+            )
+            got = "nothing known" if known is None else f"a placeholder of shape {show_shape(known)}"
+        else:
+            shape = tuple(np.shape(value.get_raw_value() if isinstance(value, nnx.Variable) else value))
+            wrong, got = shape != slot.shape, f"a value of shape {shape}"
+        if wrong:
+            problems.append(
+                Problem(f"{dotted(path)} of {spec.name}", got, f"shape {slot.shape}, by the sizes inferred",
+                        f"an input whose sizes give {dotted(path)} that shape")
+            )
+    if problems:
+        raise ShapeInferenceError(*problems)
+
+
+def _compute(spec: LayerSpec, blueprint: Blueprint, empty: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Run the blueprint for the layer's own placeholders; those tied in from elsewhere know their own way."""
+    groups: list[tuple[Any, list[Path]]] = []
+    arrays = {}
+    for path, variable in empty.items():
+        recipe, slot = variable.recipe, blueprint.slots[path]
+        source = recipe.source
+        if not (isinstance(source, SlotSource) and source.spec == spec and source.path == path):
+            arrays[path] = recipe.make(slot.shape)
+            continue
+        for keys, paths in groups:
+            if keys is recipe._keys:
+                paths.append(path)
+                break
+        else:
+            groups.append((recipe._keys, [path]))
+    for _, paths in groups:
+        made = blueprint.run([blueprint.slots[p] for p in paths], empty[paths[0]].recipe.keys)
+        for path, array in zip(paths, made):
+            dtype = empty[path].recipe.dtype
+            arrays[path] = array if array.dtype == dtype else array.astype(dtype)
+    return arrays
+
+
+def put(holder: Any, key: Any, array: Any) -> None:
+    """Write a raw array into the object, dict or list that holds it."""
+    if isinstance(holder, (dict, list)):
+        holder[key] = array
+    else:
+        object.__setattr__(holder, key, array)
+
+
+# ---------------------------------------------------------------- settling
+
+
+def settle(layer: Any, blueprint: Blueprint | None, *, keep_class: bool = False) -> None:
+    """Remove what made a layer lazy, and let it become its class.
+
+    Attributes are merged three ways: what the user changed since construction stays, everything else gets the
+    value that the constructor would have given it at the sizes now known.
+
+    Args:
+        layer: A layer whose slots are filled.
+        blueprint: The constructor at the sizes now known; None for a layer written by hand.
+        keep_class: Leave the class for the object outside of an nnx transform to settle.
+    """
+    if blueprint is not None:
+        merge_attributes(layer, blueprint)
+    del vars(layer)[STATE]
+    names = _compat.data_names(layer)
+    if STATE in names:
+        del names[STATE]
+        _compat.set_data_names(layer, names)
+    if not keep_class:
+        finish_class(layer)
+
+
+_UPDATING = "_lazymods__updating"
+
+
+def start_update(node: Any) -> None:
+    """Note that an nnx transform has emptied an object, to carry to it what became of its copy."""
+    vars(node)[_UPDATING] = True
+
+
+def end_update(node: Any) -> None:
+    """Let an object become its class if the copy that was carried to it is initialized.
+
+    A new copy inside a trace keeps its class, and so does an object that is a copy itself: the transform expects
+    to find the node that it began with.
+    """
+    updating = vars(node).pop(_UPDATING, False)
+    if STATE in vars(node):
+        return
+    outside = _compat.birth_trace(node) is _compat.eval_trace()
+    if outside or (updating and not _compat.carrying_transforms(node)):
+        finish_class(node)
+
+
+def merge_attributes(layer: Any, blueprint: Blueprint) -> None:
+    """Give a layer the attributes that its constructor gives it at the sizes now known, as :func:`settle` does."""
+    spec = vars(layer)[STATE].spec
+    template = spec.template.blueprint if not spec.modules else blueprint
+    _merge(layer, blueprint.root, template.root)
+
+
+def finish_class(layer: Any) -> None:
+    """Let a layer that is not lazy any more become its class (``cls_to_become``)."""
+    target = type(layer).cls_to_become
+    if target is not None:
+        _compat.set_class(layer, target)
+
+
+def _merge(node: Any, actual: Node, template: Node) -> None:
+    current = _graph.attributes(node)
+    merged: dict[str, Any] = {}
+    for name, description in actual.attributes.items():
+        before = template.attributes.get(name)
+        if name in current:
+            value = current.pop(name)
+            if isinstance(description, Static):
+                untouched = isinstance(before, Static) and same_static(before.value, value)
+                value = description.fresh() if untouched else value
+            elif isinstance(description, Node) and isinstance(value, nnx.Pytree) and isinstance(before, Node):
+                _merge(value, description, before)
+        elif isinstance(description, Static):
+            value = description.fresh()
+        else:
+            continue  # removed since construction
+        merged[name] = value
+    gone = {k for k in current if k in template.attributes and k not in actual.attributes}
+    extra = {k: v for k, v in current.items() if k not in gone}
+    private = {k: v for k, v in vars(node).items() if k not in _graph.attributes(node)}
+    order = {k: v for k, v in private.items() if k in (_compat.STATE, _compat.NODES)}
+    names = {k: v for k, v in actual.data_names.items()}
+    names |= {k: v for k, v in _compat.data_names(node).items() if k in extra}
+    rest = {k: v for k, v in private.items() if k not in order}
+    vars(node).clear()
+    vars(node).update(order | merged | extra | rest)
+    _compat.set_data_names(node, names)
+
+
+def settle_if_filled(layer: Any) -> bool:
+    """Settle a layer whose slots have all been filled one by one, by a load or by hand.
+
+    Returns:
+        Whether it settled; not if a slot is empty or a size does not follow from the slots.
+
+    Raises:
+        ShapeInferenceError: If the slots contradict each other.
+    """
+    spec = vars(layer)[STATE].spec
+    if spec is None:
+        if _graph.has_uninitialized_params(layer):
+            return False
+        layer.infer_attributes_from_state()
+        settle(layer, None)
+        return True
+    values = values_from_slots(layer)
+    if values is None:
+        return False
+    blueprint = spec.blueprint(values, modules_of(layer))
+    held = own_slots(layer, blueprint)
+    if any(isinstance(v, UninitializedVariable) for _, _, v in held.values()):
+        return False
+    _check_held(spec, blueprint, held)
+    settle(layer, blueprint)
+    return True
+
+
+def values_from_slots(layer: Any) -> dict[str, Any] | None:
+    """Read the inferred arguments from the slots that are filled; None if they do not follow.
+
+    Raises:
+        ShapeInferenceError: If the slots contradict each other.
+    """
+    spec = vars(layer)[STATE].spec
+    modules = modules_of(layer)
+    if any(_graph.has_uninitialized_params(m) for m in modules.values()):
+        return None
+    template = spec.probe(modules) if modules else spec.template
+    shapes = {}
+    for path, (_, _, value) in own_slots(layer, template.blueprint).items():
+        if isinstance(value, UninitializedVariable):
+            continue
+        raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+        if len(np.shape(raw)) == len(template.blueprint.slots[path].shape):
+            shapes[path] = tuple(np.shape(raw))
+    sizes, conflicts = spec.solve(template, shapes)
+    if conflicts:
+        raise ShapeInferenceError(
+            *(Problem(spec.name, c, "entries that agree on every size", "arrays of one and the same layer")
+              for c in conflicts)
+        )
+    return spec.values(sizes) if set(sizes) >= set(spec.size_names) else None
+

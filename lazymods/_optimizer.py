@@ -1,0 +1,106 @@
+"""An optimizer for a model that has no parameters yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from flax.nnx.training.optimizer import OptState
+
+from lazymods import _compat, _first_call, _graph, _lifecycle
+from lazymods._errors import PendingAttributeError, Problem, UninitializedError
+from lazymods._graph import STATE
+
+
+class LazyOptimizer(nnx.Optimizer[Any]):
+    """An ``nnx.Optimizer`` whose state is made at its first update, when the model has been materialized.
+
+    It becomes ``nnx.Optimizer`` then; at once if the model is ready when it is made.
+
+    Args:
+        model: The model, lazy or not.
+        tx: An optax gradient transformation.
+        wrt: Which Variables it trains, such as ``nnx.Param``; as for ``nnx.Optimizer``.
+
+    Raises:
+        UninitializedError: At an update, if the model still has uninitialized parameters.
+
+    Example:
+        >>> import jax.numpy as jnp, lazymods as lm, optax
+        >>> from flax import nnx
+        >>> model = lm.LazyLinear(1, rngs=nnx.Rngs(0))
+        >>> optimizer = lm.LazyOptimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        >>> x = jnp.ones((2, 3))
+        >>> _ = model(x)
+        >>> _ = optimizer.update(model, nnx.grad(lambda m: m(x).sum())(model))
+        >>> type(optimizer).__name__
+        'Optimizer'
+    """
+
+    cls_to_become = nnx.Optimizer
+
+    def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any) -> None:
+        if not _uninitialized(model, wrt):
+            super().__init__(model, tx, wrt=wrt)
+            _lifecycle.finish_class(self)
+            return
+        self.graph = None
+        self.step = OptState(jnp.array(0, dtype=jnp.uint32))
+        self.tx = tx
+        self.wrt = wrt
+        object.__setattr__(self, STATE, _lifecycle.LazyState())
+
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
+        """Make the state if there is none yet, then update as ``nnx.Optimizer`` does.
+
+        Raises:
+            UninitializedError: If the model still has uninitialized parameters.
+        """
+        if STATE in vars(self):
+            self._make_state(model)
+        return nnx.Optimizer.update(self, model, grads, **kwargs)
+
+    def _make_state(self, model: Any) -> None:
+        left = _uninitialized(model, self.wrt)
+        if left:
+            raise UninitializedError(
+                Problem(type(self).__name__, f"an update while {', '.join(left)} are uninitialized",
+                        "parameters with values, to make the optimizer's state from", "lm.materialize(model, x) before")
+            )
+        keep_class = _first_call.is_carried(self)
+        with _compat.at_trace(_compat.birth_trace(self) or _compat.current_trace()):
+            made = nnx.Optimizer(model, self.tx, wrt=self.wrt)
+            step = self.step
+            names = _compat.data_names(made)
+            attributes = vars(made) | {"step": step}
+            state = vars(self)[_compat.STATE]
+            vars(self).clear()
+            vars(self).update(attributes | {_compat.STATE: state})
+            _compat.set_data_names(self, names)
+        if not keep_class:
+            _lifecycle.finish_class(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """Say that the optimizer's state is pending."""
+        if name == "opt_state" and STATE in vars(self):
+            raise PendingAttributeError(
+                Problem(type(self).__name__, "a use of .opt_state", "the model's parameters, which have no values yet",
+                        "lm.materialize(model, x), then optimizer.update(model, grads)")
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def _graph_node_clear(self) -> None:
+        super()._graph_node_clear()
+        _lifecycle.start_update(self)
+
+    def _graph_node_init(self, attributes: Iterable[tuple[Any, Any]]) -> None:
+        super()._graph_node_init(attributes)
+        _lifecycle.end_update(self)
+
+
+def _uninitialized(model: Any, wrt: Any) -> list[str]:
+    chosen = {id(v) for _, v in nnx.to_flat_state(nnx.state(model, wrt))}
+    return [e.name for e in _graph.entries(model) if _graph.is_placeholder(e.value) and id(e.value) in chosen]

@@ -1,0 +1,386 @@
+"""Parameters without a shape.
+
+An :class:`UninitializedVariable` is an ordinary Flax Variable whose value is a
+:class:`~lazymods._recipe.Recipe`: NNX filters, ``nnx.state`` and ``nnx.split`` see a Param or BatchStat, JAX
+sees no array leaf. ``materialize`` turns that very object into the ordinary Variable, so references, ties and
+optimizers that hold it stay right. Everything that would need a value or an unknown size raises
+:class:`UninitializedError`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx import reprlib
+
+from lazymods import _compat, _graph
+from lazymods._errors import (
+    LazyError,
+    PendingAttributeError,
+    Problem,
+    ShapeInferenceError,
+    UninitializedError,
+    describe,
+)
+from lazymods._recipe import InitSource, PartialShape, Recipe, Shape
+
+SIZE_LINE = "model(x), or lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype)), first"
+
+
+class UninitializedVariable(nnx.Variable[Any]):
+    """Base of all placeholders: a Variable whose shape, and so whose value, is not known yet.
+
+    Args:
+        shape: The partial shape, None for an unknown axis, ``(None, 10)``. None: not even the rank is known.
+        dtype: The dtype it will have. None: the default float, or that of the value written.
+        init: ``init(key, shape, dtype)`` makes the value; zeros if left out.
+        key: The random key for ``init``.
+        **metadata: Metadata of the Variable, such as ``out_sharding``.
+
+    Example:
+        >>> import lazymods as lm
+        >>> p = lm.UninitializedParameter((None, 10))
+        >>> p
+        UninitializedParameter(shape=(?, 10), dtype=float32)
+        >>> p.materialize((3, 10))
+        >>> type(p).__name__, p.shape
+        ('Param', (3, 10))
+    """
+
+    target: type[nnx.Variable[Any]] = nnx.Variable
+
+    def __init__(
+        self,
+        shape: Sequence[int | None] | None = None,
+        *,
+        dtype: Any = None,
+        init: Callable[..., Any] | None = None,
+        key: Any = None,
+        **metadata: Any,
+    ) -> None:
+        partial = None if shape is None else tuple(None if d is None else operator.index(d) for d in shape)
+        dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+        keys = () if key is None else (key,)
+        # the recipe is not a value: Flax must neither shard it nor run value hooks on it
+        super().__init__(Recipe.build(InitSource(init), partial, dtype, "", keys), ref=False, hijax=False)
+        _compat.raw_metadata(self).update(_compat.default_metadata() | metadata)
+
+    # ------------------------------------------------------------ what is known
+
+    @property
+    def recipe(self) -> Recipe:
+        """How the value will be made."""
+        return self.get_raw_value()
+
+    @property
+    def shape(self) -> Any:
+        """The partial shape, ``(None, 10)``; refused while even the rank is unknown."""
+        if self.recipe.shape is None:
+            self._refuse("its shape")
+        return self.recipe.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes; refused while it is unknown."""
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype that the parameter will have."""
+        dtype = self.recipe.dtype
+        return jnp.result_type(float) if dtype is None else dtype
+
+    @dtype.setter
+    def dtype(self, dtype: Any) -> None:
+        self.set_raw_value(self.recipe.replace(dtype=jax.dtypes.canonicalize_dtype(dtype)))
+
+    @property
+    def size(self) -> int:
+        """The number of elements; refused while an axis is unknown."""
+        return int(np.prod(self._full_shape("its size"), dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes; refused while an axis is unknown."""
+        return self.size * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        """Return the length of the first axis; refused while an axis is unknown."""
+        return self._full_shape("its length")[0]
+
+    def astype(self, dtype: Any) -> UninitializedVariable:
+        """Return a placeholder of another dtype: the value is drawn as before, then cast."""
+        twin = _compat.new_variable(type(self), self.recipe, self.get_metadata())
+        twin.dtype = dtype
+        return twin
+
+    # ------------------------------------------------------------ becoming a Variable
+
+    def materialize(self, shape: Sequence[int], value: Any = None) -> None:
+        """Turn this very object into the ordinary Variable.
+
+        Args:
+            shape: The whole shape; it must agree with the axes that are known.
+            value: The value, of that shape; cast to the placeholder's dtype if it has one. None: the
+                initializer's.
+
+        Raises:
+            ShapeInferenceError: If the shape is not whole or contradicts a known axis or the value's shape.
+        """
+        full = self.check_shape(shape)
+        if value is None:
+            with _compat.at_trace(self.level()):
+                value = self._initial_value(full)
+        else:
+            value = self._given_value(full, value)
+        with _compat.at_trace(self.level()):
+            self.become(value)
+
+    def level(self) -> Any:
+        """Return the trace in which the value is made: at once if the keys are concrete, never in an abstract run."""
+        if not _graph.LOCAL.session and all(_compat.is_concrete(k) for k in self.recipe.keys):
+            return _compat.eval_trace()
+        return _compat.birth_trace(self) or _compat.current_trace()
+
+    def check_shape(self, shape: Sequence[int]) -> Shape:
+        """Return ``shape`` as a tuple of ints, or raise if it contradicts what is known."""
+        try:
+            full = tuple(operator.index(d) for d in shape)
+        except TypeError:
+            full = None
+        known = self.recipe.shape
+        if full is not None and min(full, default=0) >= 0 and fits(known, full):
+            return full
+        raise ShapeInferenceError(
+            Problem(
+                where=self.whereabouts(),
+                got=f"shape {tuple(shape)}",
+                needed="whole sizes" if known is None else f"shape {show_shape(known)}, whose known axes are fixed",
+                write="parameter.materialize(shape) with sizes that agree",
+            )
+        )
+
+    def _initial_value(self, shape: Shape) -> Any:
+        try:
+            return self.recipe.make(shape)
+        except TypeError as error:
+            if self.recipe.keys or not isinstance(self.recipe.source, InitSource):
+                raise
+            raise UninitializedError(
+                Problem(self.whereabouts(), "no key", f"its initializer draws random numbers ({error})",
+                        f"{type(self).__name__}(..., init=init, key=rngs.params())")
+            ) from error
+
+    def _given_value(self, shape: Shape, value: Any) -> Any:
+        array = jnp.asarray(value, self.recipe.dtype)
+        if array.shape != shape:
+            raise ShapeInferenceError(
+                Problem(self.whereabouts(), f"a value {describe(array)}", f"shape {shape}, as asked for",
+                        "parameter.materialize(value.shape, value)")
+            )
+        return array
+
+    def become(self, value: Any) -> None:
+        """Be the ordinary Variable that holds ``value`` from now on (private: no checks)."""
+        metadata = self.get_metadata()
+        if isinstance(self.recipe.source, InitSource):  # as if constructed with that value
+            twin = self.target(value, **metadata)
+            value, metadata = twin.get_raw_value(), twin.get_metadata()
+        elif metadata.get("out_sharding") and metadata["eager_sharding"] and not _graph.LOCAL.session:
+            value = self._shard(value, metadata)
+        _compat.write_variable(self, self.target, value, metadata)
+
+    def _shard(self, value: Any, metadata: dict[str, Any]) -> Any:
+        names = ("out_sharding", "sharding_rules", "mesh", "eager_sharding")
+        try:
+            twin = nnx.Variable(value, **{k: metadata[k] for k in names if k in metadata})
+        except ValueError as error:
+            raise LazyError(
+                Problem(_graph.place(self, self.whereabouts()), f"out_sharding={metadata['out_sharding']!r}",
+                        f"a mesh to shard it over; Flax says: {' '.join(str(error).split())}",
+                        "with jax.set_mesh(mesh): lm.materialize(model, x)")
+            ) from error
+        return twin.get_raw_value()
+
+    def set_raw_value(self, value: Any, **kwargs: Any) -> None:
+        """Take a recipe, or a value: then be the ordinary Variable (NNX transforms write through this)."""
+        if isinstance(value, Recipe) or not is_value(value):
+            super().set_raw_value(value, **kwargs)
+        else:
+            _compat.write_variable(self, self.target, value, self.get_metadata())
+
+    def update_from_state(self, variable_state: nnx.Variable[Any]) -> None:
+        """Take the state of another Variable, its type as well if it has a value."""
+        super().update_from_state(variable_state)
+        raw = variable_state.get_raw_value()
+        if not isinstance(variable_state, UninitializedVariable) and is_value(raw):
+            _compat.write_variable(self, type(variable_state), raw, self.get_metadata())
+
+    def set_value(self, value: Any, *, index: Any = ...) -> None:
+        """Assign the whole value (``p[...] = value``): the same as ``materialize(value.shape, value)``."""
+        if index is not ...:
+            self._refuse("one of its elements")
+        value = jnp.asarray(value)
+        self.materialize(value.shape, value)
+
+    # ------------------------------------------------------------ refusals
+
+    def get_value(self, *, index: Any = None) -> NoReturn:
+        """Refuse: there is no value yet."""
+        self._refuse("its value")
+
+    def __jax_array__(self) -> NoReturn:
+        """Refuse: there is no value yet."""
+        self._refuse("its value")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: there is no value yet."""
+        self._refuse("its value")
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refuse: there is no value yet."""
+        self._refuse("its elements")
+
+    def __bool__(self) -> bool:
+        """Be true, as a Variable that is there: Flax's norms ask ``if self.scale``."""
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        """Return metadata; refuse what only an array has."""
+        metadata = _compat.raw_metadata(self)
+        if name in metadata:
+            return metadata[name]
+        raise PendingAttributeError(self._problem(f"its attribute .{name}", self.whereabouts()))
+
+    def _full_shape(self, wanted: str) -> Shape:
+        shape = self.recipe.shape
+        if shape is None or None in shape:
+            self._refuse(wanted)
+        return shape  # type: ignore[return-value]
+
+    def whereabouts(self) -> str:
+        """Name the parameter: ``kernel (UninitializedParameter of LazyLinear)``."""
+        owner = self.recipe.source.owner()
+        kind = f"{type(self).__name__} of {owner}" if owner else type(self).__name__
+        return f"{self.recipe.label} ({kind})" if self.recipe.label else kind
+
+    def _problem(self, wanted: str, where: str) -> Problem:
+        known = "" if self.recipe.shape is None else f" of shape {show_shape(self.recipe.shape)}"
+        return Problem(
+            where=where,
+            got=f"a use of {wanted}, while it is an uninitialized parameter{known}",
+            needed="its sizes, which follow from the first input, from a shape spec or from a checkpoint",
+            write=SIZE_LINE,
+        )
+
+    def _refuse(self, wanted: str) -> NoReturn:
+        raise UninitializedError(self._problem(wanted, _graph.place(self, self.whereabouts())))
+
+    # ------------------------------------------------------------ showing, copying, pickling
+
+    def __repr__(self) -> str:
+        """Show what is known: ``UninitializedParameter(shape=(?, 10), dtype=float32)``."""
+        shape = "?" if self.recipe.shape is None else show_shape(self.recipe.shape)
+        extra = "".join(f", {k}={v!r}" for k, v in self._user_metadata().items())
+        return f"{type(self).__name__}(shape={shape}, dtype={self.dtype}{extra})"
+
+    def _user_metadata(self) -> dict[str, Any]:
+        return self.get_metadata(exclude_required=True)
+
+    def __nnx_repr__(self) -> Iterator[Any]:
+        """Show what is known inside the repr of a module."""
+        yield reprlib.Object(type=type(self).__name__, same_line=True)
+        yield reprlib.Attr("shape", _Bare("?" if self.recipe.shape is None else show_shape(self.recipe.shape)))
+        yield reprlib.Attr("dtype", _Bare(str(self.dtype)))
+        for name, value in self._user_metadata().items():
+            yield reprlib.Attr(name, value)
+
+    def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
+        """Show what is known in a notebook."""
+        from flax.nnx import visualization
+
+        attributes = {"shape": self.recipe.shape, "dtype": self.dtype, **self._user_metadata()}
+        return visualization.render_object_constructor(
+            object_type=type(self), attributes=attributes, path=path, subtree_renderer=subtree_renderer
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the Variable type that it stands for."""
+        return _restore, (self.target, self.recipe, self.get_metadata())
+
+
+class UninitializedParameter(UninitializedVariable, nnx.Param[Any]):
+    """A placeholder that is an ``nnx.Param`` (see :class:`UninitializedVariable` for the arguments)."""
+
+    target = nnx.Param
+
+
+class UninitializedBuffer(UninitializedVariable, nnx.BatchStat[Any]):
+    """A placeholder that is an ``nnx.BatchStat`` (see :class:`UninitializedVariable` for the arguments)."""
+
+    target = nnx.BatchStat
+
+
+class UninitializedArray(UninitializedVariable):
+    """A placeholder for a raw array that a module holds without a Variable; replaced by the array."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as itself: it stands for no Variable type."""
+        return placeholder, (UninitializedArray, self.recipe, self.get_metadata())
+
+
+_TYPES: dict[type, type[UninitializedVariable]] = {
+    nnx.Param: UninitializedParameter,
+    nnx.BatchStat: UninitializedBuffer,
+    nnx.Variable: UninitializedVariable,
+}
+
+
+def placeholder_type(target: type[nnx.Variable[Any]]) -> type[UninitializedVariable]:
+    """Return the placeholder type of a Variable type, made on demand: ``UninitializedLoRAParam``."""
+    if target not in _TYPES:
+        name = f"Uninitialized{target.__name__}"
+        _TYPES[target] = type(name, (UninitializedVariable, target), {"target": target, "__module__": __name__})
+    return _TYPES[target]
+
+
+def placeholder(cls: type[UninitializedVariable], recipe: Recipe, metadata: dict[str, Any]) -> Any:
+    """Make a placeholder with a recipe of its own."""
+    return _compat.new_variable(cls, recipe, dict(metadata))
+
+
+def _restore(target: type[nnx.Variable[Any]], recipe: Recipe, metadata: dict[str, Any]) -> Any:
+    return placeholder(placeholder_type(target), recipe, metadata)
+
+
+def is_value(raw: Any) -> bool:
+    """Whether ``raw`` is a parameter's value; nnx passes sentinels through Variables as well."""
+    return isinstance(raw, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def fits(known: PartialShape | None, shape: Sequence[int]) -> bool:
+    """Whether a whole shape agrees with a partial one."""
+    if known is None:
+        return True
+    return len(known) == len(shape) and all(k is None or k == d for k, d in zip(known, shape))
+
+
+def show_shape(shape: PartialShape) -> str:
+    """Write a partial shape with ``?`` for what is unknown."""
+    dims = ["?" if d is None else str(d) for d in shape]
+    return f"({dims[0]},)" if len(dims) == 1 else f"({', '.join(dims)})"
+
+
+class _Bare(str):
+    """A text that is shown without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

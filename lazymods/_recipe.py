@@ -1,0 +1,170 @@
+"""How a placeholder will get its value: a pytree that has leaves only while its key is traced.
+
+A placeholder holds a :class:`Recipe` where an ordinary Variable holds its array. The recipe is static data
+for JAX (no leaf, hashable), so a model that has placeholders passes through ``nnx.split``, ``jax.jit`` and
+``nnx.clone``. Only in a model that was built under a transform are the keys leaves, since there they are
+tracers that the transform must carry.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lazymods import _compat
+
+Shape = tuple[int, ...]
+PartialShape = tuple["int | None", ...]
+
+
+class Source(Protocol):
+    """Where a value comes from: hashable, comparable, without arrays."""
+
+    def make(self, keys: Sequence[Any], shape: Shape, dtype: Any) -> Any:
+        """Return the initial value, of ``shape``."""
+        ...
+
+    def owner(self) -> str:
+        """Name what the parameter belongs to, or ''."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class InitSource:
+    """A value that ``init(key, shape, dtype)`` makes; zeros without an ``init``."""
+
+    init: Callable[..., Any] | None
+
+    def make(self, keys: Sequence[Any], shape: Shape, dtype: Any) -> Any:
+        """Call the initializer, in the dtype of the parameter."""
+        dtype = jnp.result_type(float) if dtype is None else dtype
+        if self.init is None:
+            return jnp.zeros(shape, dtype)
+        return self.init(keys[0] if keys else None, shape, dtype)
+
+    def owner(self) -> str:
+        """A parameter made by hand belongs to nobody that it knows."""
+        return ""
+
+
+class StaticKeys:
+    """Concrete keys and counters as static data: compared and hashed by their bytes."""
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self.arrays = tuple(arrays)
+
+    def _bytes(self) -> tuple[bytes, ...]:
+        return tuple(np.asarray(_key_data(a)).tobytes() for a in self.arrays)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, StaticKeys):
+            return NotImplemented
+        same = len(self.arrays) == len(other.arrays) and all(a is b for a, b in zip(self.arrays, other.arrays))
+        return same or self._bytes() == other._bytes()
+
+    def __hash__(self) -> int:
+        return hash(self._bytes())
+
+    def __getstate__(self) -> list[Any]:
+        return [(str(jax.random.key_impl(a)), np.asarray(_key_data(a))) if _is_key(a) else (None, np.asarray(a))
+                for a in self.arrays]
+
+    def __setstate__(self, state: list[Any]) -> None:
+        self.arrays = tuple(
+            jnp.asarray(data) if impl is None else jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+            for impl, data in state
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StaticKeys:
+        return self
+
+
+def _is_key(a: Any) -> bool:
+    return jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)
+
+
+def _key_data(a: Any) -> Any:
+    return jax.random.key_data(a) if _is_key(a) else a
+
+
+class Recipe:
+    """What a placeholder knows of its value: partial shape, dtype, source and keys.
+
+    Attributes:
+        source: What makes the value.
+        shape: The partial shape; None where an axis is unknown, or as a whole if even the rank is.
+        dtype: The dtype that the value gets, None for whatever is written first.
+        label: The parameter's name in its layer, for messages.
+    """
+
+    __slots__ = ("_keys", "dtype", "label", "shape", "source")
+
+    def __init__(self, source: Source, shape: PartialShape | None, dtype: Any, label: str, keys: Any) -> None:
+        self.source, self.shape, self.dtype, self.label, self._keys = source, shape, dtype, label, keys
+
+    @classmethod
+    def build(
+        cls, source: Source, shape: PartialShape | None, dtype: Any, label: str, keys: Sequence[Any]
+    ) -> Recipe:
+        """Make a recipe; the keys are leaves if one of them is traced, else static."""
+        concrete = all(_compat.is_concrete(k) for k in keys)
+        return cls(source, shape, dtype, label, StaticKeys(keys) if concrete else tuple(keys))
+
+    @property
+    def keys(self) -> tuple[Any, ...]:
+        """The keys (and counters) that ``source.make`` takes."""
+        return self._keys.arrays if isinstance(self._keys, StaticKeys) else self._keys
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the recipe has no leaf."""
+        return isinstance(self._keys, StaticKeys)
+
+    def replace(self, **changes: Any) -> Recipe:
+        """Return a copy with another ``shape``, ``dtype`` or ``label``."""
+        fields = {"source": self.source, "shape": self.shape, "dtype": self.dtype, "label": self.label} | changes
+        return Recipe(keys=self._keys, **fields)
+
+    def make(self, shape: Shape) -> Any:
+        """Return the initial value for ``shape``, in the recipe's dtype."""
+        value = self.source.make(self.keys, shape, self.dtype)
+        if isinstance(value, jax.Array) and self.dtype is not None and value.dtype != self.dtype:
+            value = value.astype(self.dtype)
+        return value
+
+    def _static(self) -> tuple[Any, ...]:
+        return self.source, self.shape, self.dtype, self.label
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Recipe):
+            return NotImplemented
+        same_keys = len(self.keys) == len(other.keys) and all(a is b for a, b in zip(self.keys, other.keys))
+        return self._static() == other._static() and (same_keys or (self.is_static and self._keys == other._keys))
+
+    def __hash__(self) -> int:
+        return hash(self._static())
+
+    def __repr__(self) -> str:
+        return f"Recipe(shape={self.shape}, dtype={self.dtype}, label={self.label!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
+        return self
+
+
+def _flatten(recipe: Recipe) -> tuple[tuple[Any, ...], Any]:
+    if recipe.is_static:
+        return (), (*recipe._static(), recipe._keys)
+    return recipe._keys, (*recipe._static(), None)
+
+
+def _unflatten(aux: Any, leaves: Sequence[Any]) -> Recipe:
+    *static, keys = aux
+    return Recipe(*static, keys=tuple(leaves) if keys is None else keys)
+
+
+jax.tree_util.register_pytree_node(Recipe, _flatten, _unflatten)

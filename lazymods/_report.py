@@ -1,0 +1,306 @@
+"""What is known of a model's layers, as data and as a table."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from lazymods import _graph, _hooks
+from lazymods._errors import describe_call
+from lazymods._graph import Path, dotted
+from lazymods._placeholder import show_shape
+from lazymods._recipe import PartialShape
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterShape:
+    """A parameter or buffer: its name in the layer, its shape (None where unknown) and its dtype."""
+
+    name: str
+    shape: PartialShape | None
+    dtype: Any
+
+    @property
+    def size(self) -> int | None:
+        """The number of elements; None while an axis is unknown."""
+        if self.shape is None or None in self.shape:
+            return None
+        return int(np.prod(self.shape, dtype=np.int64))  # type: ignore[arg-type]
+
+    @property
+    def nbytes(self) -> int | None:
+        """The number of bytes; None while an axis is unknown."""
+        return None if self.size is None else self.size * np.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        """Write name, dtype and shape."""
+        return f"{self.name} {'?' if self.shape is None else show_shape(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRow:
+    """One layer.
+
+    Attributes:
+        path: Its dotted path, '' for the model itself.
+        layer: Its class.
+        lazy: Whether it is lazy.
+        inputs: Shapes and dtypes of its first call's arguments, None if the call does not reach it.
+        output: Those of its output.
+        inferred: The constructor arguments that were inferred.
+        parameters: Its own parameters and buffers; those of the layers inside it have rows of their own, unless
+            they were made with it.
+        flops: Floating-point operations of its call by XLA's cost analysis, None if not asked for.
+    """
+
+    path: str
+    layer: str
+    lazy: bool
+    inputs: str | None
+    output: Any
+    inferred: Mapping[str, Any]
+    parameters: tuple[ParameterShape, ...]
+    flops: float | None = None
+
+    @property
+    def size(self) -> int | None:
+        """The number of elements of its parameters; None while one is unknown."""
+        sizes = [p.size for p in self.parameters]
+        return None if None in sizes else sum(sizes)  # type: ignore[arg-type]
+
+    @property
+    def nbytes(self) -> int | None:
+        """The number of bytes of its parameters; None while one is unknown."""
+        sizes = [p.nbytes for p in self.parameters]
+        return None if None in sizes else sum(sizes)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class ShapeReport:
+    """The shapes of a model.
+
+    Attributes:
+        rows: A row for each layer that has parameters or is lazy, in definition order.
+        output: Shapes and dtypes of the model's output, None if it was not called.
+        unreached: Dotted paths of the lazy layers that the call does not reach.
+        flops: Floating-point operations of the whole call by XLA's cost analysis, None if not asked for.
+    """
+
+    rows: tuple[LayerRow, ...]
+    output: Any
+    unreached: tuple[str, ...]
+    flops: float | None = None
+
+    @property
+    def total_parameters(self) -> int:
+        """The number of elements of all parameters and buffers whose shape is known."""
+        return sum(p.size or 0 for row in self.rows for p in row.parameters)
+
+    @property
+    def total_bytes(self) -> int:
+        """The number of bytes of all parameters and buffers whose shape is known."""
+        return sum(p.nbytes or 0 for row in self.rows for p in row.parameters)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every shape is known."""
+        return all(row.size is not None for row in self.rows)
+
+    def cells(self) -> tuple[list[str], list[list[str]]]:
+        """Return the table's heads and rows as texts."""
+        heads = ["path", "layer", "input", "inferred", "parameters", "dtype", "count", "bytes"]
+        flops = any(row.flops is not None for row in self.rows)
+        return heads + ["FLOPs"] * flops, [_cells(row, flops) for row in self.rows]
+
+    def footer(self) -> str:
+        """Return the totals as a line."""
+        at_least = "" if self.is_complete else ", and what is not known yet (?)"
+        parts = [f"total: {self.total_parameters:,} parameters, {_bytes(self.total_bytes)}{at_least}"]
+        if self.flops is not None:
+            parts.append(f"{self.flops:,.0f} FLOPs")
+        if self.output is not None:
+            parts.append(f"output {describe_call((self.output,), {})}")
+        if self.unreached:
+            parts.append(f"not reached, still lazy: {', '.join(self.unreached)}")
+        return "; ".join(parts)
+
+    def __str__(self) -> str:
+        """Show the table as text."""
+        from rich.console import Console
+        from rich.table import Table
+
+        heads, rows = self.cells()
+        table = Table(box=None, pad_edge=False)
+        for head in heads:
+            table.add_column(head, justify="right" if head in ("count", "bytes", "FLOPs") else "left")
+        for row in rows:
+            table.add_row(*row)
+        width = sum(max([len(head), *(_width(row[i]) for row in rows)]) + 2 for i, head in enumerate(heads))
+        text = io.StringIO()
+        console = Console(file=text, width=max(width, 40), markup=False, emoji=False, highlight=False)
+        console.print(table)
+        return text.getvalue() + self.footer()
+
+    def _repr_html_(self) -> str:
+        heads, rows = self.cells()
+        head = "".join(f"<th>{html.escape(h)}</th>" for h in heads)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(c).replace(chr(10), '<br>')}</td>" for c in row) + "</tr>"
+            for row in rows
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{html.escape(self.footer())}</p>"
+
+
+def _width(cell: str) -> int:
+    return max(len(line) for line in cell.split("\n"))
+
+
+def _cells(row: LayerRow, flops: bool) -> list[str]:
+    parameters = "\n".join(map(str, row.parameters))
+    dtypes = "\n".join(str(np.dtype(p.dtype)) for p in row.parameters)
+    inferred = ", ".join(f"{k}={v}" for k, v in row.inferred.items())
+    count = "?" if row.size is None else f"{row.size:,}"
+    size = "?" if row.nbytes is None else _bytes(row.nbytes)
+    layer = f"{row.layer} (lazy)" if row.lazy else row.layer
+    inputs = "not reached" if row.inputs is None else row.inputs
+    cells = [row.path or "(model)", layer, inputs, inferred, parameters, dtypes, count, size]
+    return [*cells, "" if row.flops is None else f"{row.flops:,.0f}"] if flops else cells
+
+
+def _bytes(n: int) -> str:
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= scale:
+            return f"{n / scale:.1f} {unit}"
+    return f"{n} B"
+
+
+# ---------------------------------------------------------------- making one
+
+
+def report_of(model: Any, session: Any, flops: Mapping[Path, float] | None = None, total: float | None = None) -> Any:
+    """Make the report of an abstract run; of a model that was not run if ``session`` is None."""
+    visited = {id(v.layer): v for v in session.visits.values()} if session is not None else {}
+    known = nnx.merge(*session.ready) if session is not None and session.ready is not None else model
+    rows = []
+    for path, node in _ordered_nodes(model):
+        lazy = _graph.is_lazy_node(node)
+        at = _at(known, path)
+        parameters = tuple(_own_parameters(at if at is not None else node))
+        if not parameters and not lazy:
+            continue
+        call = session.calls.get(path) if session is not None else None
+        visit = visited.get(id(node))
+        rows.append(
+            LayerRow(
+                path=dotted(path),
+                layer=_hooks.unhooked_class(type(node)).__name__,
+                lazy=lazy,
+                inputs=describe_call(call.args, call.kwargs) if call is not None else ("" if session is None else None),
+                output=call.output if call is not None else None,
+                inferred=visit.values or {} if visit is not None else {},
+                parameters=parameters,
+                flops=(flops or {}).get(path),
+            )
+        )
+    unreached = tuple(dotted(p) for p, n in _ordered_nodes(model) if _graph.is_lazy_node(n) and id(n) not in visited)
+    return ShapeReport(
+        tuple(rows),
+        session.output if session is not None else None,
+        unreached if session is not None else (),
+        total,
+    )
+
+
+def _ordered_nodes(model: Any) -> Iterator[tuple[Path, Any]]:
+    for path, node in _graph.nodes(model):
+        if not isinstance(node, (nnx.Rngs, nnx.RngStream)):
+            yield path, node
+
+
+def _at(model: Any, path: Path) -> Any:
+    for key in path:
+        model = next((v for k, v in _graph.children(model) if k == key), None)
+    return model
+
+
+def _own_parameters(node: Any) -> Iterator[ParameterShape]:
+    for key, value in _graph.children(node):
+        if isinstance(value, nnx.Pytree):
+            continue
+        holder = {key: value}
+        for entry in _graph.entries(holder):
+            if isinstance(entry.value, nnx.RngState) or _inside_object(holder, entry.path):
+                continue
+            yield _shape_of(entry.name, entry.value)
+
+
+def _inside_object(holder: Any, path: Path) -> bool:
+    for key in path[:-1]:
+        holder = holder[key]
+        if isinstance(holder, nnx.Pytree):
+            return True
+    return False
+
+
+def _shape_of(name: str, value: Any) -> ParameterShape:
+    if _graph.is_placeholder(value):
+        return ParameterShape(name, value.recipe.shape, value.dtype)
+    raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+    if not hasattr(raw, "shape"):
+        raw = np.asarray(raw) if isinstance(raw, (int, float, complex)) else None
+    return ParameterShape(name, None if raw is None else tuple(raw.shape), np.dtype(np.float32) if raw is None else raw.dtype)
+
+
+# ---------------------------------------------------------------- summary
+
+
+def summary(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
+    """Show a model's layers: shapes, parameters, bytes and floating-point operations; nothing changes.
+
+    Args:
+        model: An nnx module, lazy or not; lazy layers are marked.
+        *args: What its call takes, arrays or ``jax.ShapeDtypeStruct``. Without arguments the table says what is
+            known now, with ``?`` for the rest.
+        **kwargs: Keyword arguments of the call.
+
+    Returns:
+        A report that prints as a table. FLOPs are those of XLA's cost analysis of each layer's own call, before
+        optimization.
+
+    Raises:
+        ShapeInferenceError: If a layer cannot be sized or refuses its input.
+    """
+    from lazymods._session import Session
+
+    if not args and not kwargs:
+        return report_of(model, None)
+    session = Session(model, args, kwargs).run()
+    report = report_of(model, session)
+    wanted = {row.path for row in report.rows}
+    flops = {p: _flops(session, c.path, c.args, c.kwargs) for p, c in session.calls.items() if dotted(p) in wanted}
+    total = _flops(session, (), *session.inputs)
+    return report_of(model, session, {p: f for p, f in flops.items() if f is not None}, total)
+
+
+def _flops(session: Any, path: Path, args: Any, kwargs: Any) -> float | None:
+    """Count the operations of one layer's call, lowered but not compiled."""
+    graphdef, state = session.ready
+    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda v: isinstance(v, nnx.Pytree))
+    arrays = {i: v for i, v in enumerate(leaves) if isinstance(v, jax.ShapeDtypeStruct)}
+
+    def call(state: Any, given: dict[int, Any]) -> Any:
+        module = _at(nnx.merge(graphdef, state), path)
+        filled = dict(enumerate(leaves)) | given
+        a, k = jax.tree.unflatten(treedef, [filled[i] for i in range(len(leaves))])
+        return jax.tree.leaves(module(*a, **k))
+
+    cost = jax.jit(call).lower(state, arrays).cost_analysis()
+    return None if cost is None else float(cost.get("flops", 0.0))
+

@@ -1,0 +1,283 @@
+"""An abstract run of a model: which layer sees which shapes.
+
+A :class:`Session` copies the model into a trace and calls the copy there. Nothing is executed and the model
+itself is not touched. A lazy layer that is reached tells its sizes, and gets traced zeros in place of parameters,
+so that the run goes on. A layer that is first met inside a nested transform, as the cell of ``nnx.RNN`` in its
+scan, cannot change there: the run starts again with that layer initialized from the start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lazymods import _compat, _first_call, _graph, _hooks, _lifecycle
+from lazymods._errors import LazyError, Problem, ShapeInferenceError, UninitializedError, describe_call
+from lazymods._graph import HOOKS, STATE, Path, dotted
+
+INDEX = "_lazymods__index"
+_NOT_TRACEABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+
+
+@dataclasses.dataclass
+class Visit:
+    """A lazy layer that the run reached.
+
+    Attributes:
+        layer: The layer of the model.
+        args: Shapes and dtypes of the arguments of its first call.
+        kwargs: Those of its keyword arguments.
+        values: The constructor arguments inferred; None for a layer written by hand.
+    """
+
+    layer: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    values: dict[str, Any] | None = None
+
+
+@dataclasses.dataclass
+class Call:
+    """A call of a module during the run: shapes and dtypes of arguments and output."""
+
+    path: Path
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any = None
+
+
+class _Restart(Exception):
+    """A layer was first met where it cannot change; run again with it initialized."""
+
+
+class Session:
+    """One abstract run.
+
+    Args:
+        model: The model; it is left as it is.
+        args: Arrays, specs and anything else that its call takes.
+        kwargs: Keyword arguments.
+
+    Attributes:
+        visits: The lazy layers that were reached, in the order in which they were.
+        calls: The first call of each module, in order.
+        output: Shapes and dtypes of the output.
+        ready: GraphDef and state (shapes and dtypes) of the model with every visited layer initialized.
+    """
+
+    def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.model = model
+        self.inputs = _first_call.as_specs((args, kwargs))
+        self.lazy = _graph.lazy_nodes(model)
+        self.visits: dict[int, Visit] = {}
+        self.calls: dict[Path, Call] = {}
+        self.output: Any = None
+        self.ready: Any = None
+        self._early: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._stack: list[Call] = []
+        self._root: Any = None
+
+    # ------------------------------------------------------------ running
+
+    def run(self) -> Session:
+        """Run the model.
+
+        Raises:
+            ShapeInferenceError: If a layer cannot be sized, or the forward fails on these shapes.
+        """
+        while True:
+            self.visits, self.calls, self._stack = {}, {}, []
+            try:
+                with self._active():
+                    self._run()
+                return self
+            except _Restart:
+                continue
+
+    @contextlib.contextmanager
+    def _active(self) -> Iterator[None]:
+        previous = _first_call.LOCAL.session
+        _first_call.LOCAL.session = self
+        try:
+            yield
+        finally:
+            _first_call.LOCAL.session = previous
+
+    def _run(self) -> None:
+        leaves, treedef = jax.tree.flatten(self.inputs, is_leaf=_is_module)
+        arrays = {i: v for i, v in enumerate(leaves) if isinstance(v, jax.ShapeDtypeStruct)}
+        modules = {i: v for i, v in enumerate(leaves) if _is_module(v)}
+        graphdef, state = nnx.split([self.model, *modules.values()])
+
+        def traced(given: dict[int, Any]) -> Any:
+            self._root = _compat.current_trace()
+            model, *copies = nnx.merge(graphdef, state, copy=True)
+            _fill_abstract([model, *copies])
+            self._prepare(model)
+            filled = dict(enumerate(leaves)) | given | dict(zip(modules, copies))
+            args, kwargs = jax.tree.unflatten(treedef, [filled[i] for i in range(len(leaves))])
+            output = self._call(model, args, kwargs)
+            self.ready = self._finish(model)
+            return _arrays_only(output)
+
+        self.output = jax.eval_shape(traced, arrays)
+
+    def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return model(*args, **kwargs)
+        except (LazyError, _Restart):
+            raise
+        except _NOT_TRACEABLE as error:
+            raise ShapeInferenceError(
+                Problem(self._where(), "a forward that decides on the values of arrays",
+                        "shapes and dtypes alone: there are no values in an abstract run", "model(x), once")
+            ) from error
+        except (ValueError, TypeError) as error:
+            call = self._stack[-1] if self._stack else Call((), args, kwargs)
+            reason = " ".join(str(error).split())
+            raise ShapeInferenceError(
+                Problem(self._where(), describe_call(call.args, call.kwargs),
+                        f"an input that the layer takes; it says: {reason}", "the call again with another input")
+            ) from error
+        except Exception as error:
+            error.add_note(f"in an abstract run of the model, at {self._where()}")
+            raise
+
+    def _where(self) -> str:
+        path = self._stack[-1].path if self._stack else ()
+        kind = _own_name(_resolve(self.model, path))
+        return f"{dotted(path)} ({kind})" if path else kind
+
+    def _prepare(self, model: Any) -> None:
+        """Number the lazy layers of the copy, follow its calls, and initialize what must be from the start."""
+        for index, (path, _) in enumerate(self.lazy):
+            object.__setattr__(_resolve(model, path), INDEX, index)
+        for path, node in list(_graph.nodes(model)):
+            if isinstance(node, nnx.Module) and callable(node):
+                self._follow(node, path)
+        for index, (args, kwargs) in self._early.items():
+            self.initialize(_resolve(model, self.lazy[index][0]), args, kwargs)
+
+    def _follow(self, node: Any, path: Path) -> None:
+        def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            specs = _first_call.as_specs((args, kwargs))
+            self._stack.append(Call(path, *specs))
+
+        def leave(_: Any, args: tuple[Any, ...], output: Any) -> None:
+            call = self._stack.pop()
+            call.output = _first_call.as_specs(output)
+            self.calls.setdefault(path, call)
+
+        _hooks.register_forward_pre_hook(node, enter, prepend=True, with_kwargs=True)
+        _hooks.register_forward_hook(node, leave)
+
+    def _finish(self, model: Any) -> Any:
+        """Let every layer that was initialized become its class, and keep the model's shapes."""
+        for _, node in list(_graph.nodes(model)):
+            vars(node).pop(INDEX, None)
+            if HOOKS in vars(node):
+                del vars(node)[HOOKS]
+                _compat.set_class(node, _hooks.unhooked_class(type(node)))
+        for _, node in _graph.lazy_nodes(model):
+            if not _first_call.empty_slots(node):
+                _lifecycle.settle(node, None)
+        graphdef, state = nnx.split(model)
+        return graphdef, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state)
+
+    # ------------------------------------------------------------ lazy layers
+
+    def initialize(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Size a lazy layer of the copy; at a further call, check that the sizes are the same.
+
+        Raises:
+            ShapeInferenceError: If they differ, or do not follow from the arguments.
+            UninitializedError: If the layer is no part of the model.
+        """
+        index = vars(layer).get(INDEX)
+        birth = _compat.birth_trace(layer)
+        if index is None and birth is _compat.eval_trace():
+            raise UninitializedError(
+                Problem(_own_name(layer), "a lazy layer that is no part of the model, reached by its forward",
+                        "every lazy layer as an attribute of the model, so that it can be sized with it",
+                        "self.layer = layer, in the model's __init__")
+            )
+        args, kwargs = _first_call.as_specs((args, kwargs))
+        if index is None:  # made during the run
+            self._fill(layer, args, kwargs)
+        elif index in self.visits:
+            self._compare(layer, self.visits[index], args, kwargs)
+        elif birth is not self._root:
+            self._early[index] = (args, kwargs)
+            raise _Restart
+        else:
+            self.visits[index] = visit = Visit(self.lazy[index][1], args, kwargs)
+            visit.values = self._fill(layer, args, kwargs)
+
+    def _fill(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        with _compat.at_trace(_compat.birth_trace(layer)):
+            blueprint = _first_call.run_initialize_parameters(layer, args, kwargs)
+            if blueprint is not None:
+                _lifecycle.merge_attributes(layer, blueprint)
+        return None if blueprint is None else dict(blueprint.values)
+
+    def _compare(self, layer: Any, visit: Visit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        infer = getattr(type(layer), "_lazymods_infer", None)
+        if visit.values is None or infer is None:
+            return  # written by hand, or with an initialize_parameters of its own
+        values = infer(layer, args, kwargs)
+        if values != visit.values:
+            first = describe_call(visit.args, visit.kwargs)
+            raise ShapeInferenceError(
+                Problem(_graph.place(layer, _own_name(layer)),
+                        f"{describe_call(args, kwargs)} ({_show(values)}) after {first} ({_show(visit.values)})",
+                        "the same sizes at every call: its parameters have one shape",
+                        "a layer of its own for each width")
+            )
+
+
+def _show(values: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in values.items())
+
+
+def _own_name(node: Any) -> str:
+    return _hooks.unhooked_class(type(node)).__name__
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, (nnx.Pytree, nnx.Variable))
+
+
+def _resolve(model: Any, path: Path) -> Any:
+    for key in path:
+        model = _lifecycle.get_child(model, key)
+    return model
+
+
+def _fill_abstract(roots: list[Any]) -> None:
+    """Give traced zeros to the Variables of a model that nnx.eval_shape made abstract."""
+    for root in roots:
+        for variable in _graph.variables(root):
+            raw = variable.get_raw_value()
+            if isinstance(raw, jax.ShapeDtypeStruct):
+                is_key = jax.dtypes.issubdtype(raw.dtype, jax.dtypes.prng_key)
+                key = jax.random.key(0) if is_key else None
+                value = jnp.broadcast_to(key, raw.shape) if is_key else jax.lax.full(raw.shape, 0, raw.dtype)
+                variable.set_raw_value(value)
+
+
+def _arrays_only(output: Any) -> Any:
+    """Let JAX return what the model returned: arrays, and nothing for what is not."""
+    return jax.tree.map(lambda v: v if isinstance(v, (jax.Array, np.ndarray, int, float, complex)) else None, output)
+

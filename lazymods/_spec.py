@@ -1,0 +1,459 @@
+"""The static side of a lazy layer: its class, its arguments, and which sizes are still unknown.
+
+A :class:`LayerSpec` is immutable and hashable; it is what copies of a layer share. Reading the constructor at
+a few probe sizes gives the :class:`Template`: the partial shape of each Variable, how each unknown axis follows
+from the sizes (``a*n + b``), and which attributes must wait. The same formulas, turned round, read the sizes
+from the shapes in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+import operator
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lazymods import _blueprint, _compat
+from lazymods._blueprint import Blueprint, Node, Path, Static
+from lazymods._errors import Problem, SerializationError, UninitializedError
+from lazymods._placeholder import SIZE_LINE, UninitializedVariable
+from lazymods._recipe import PartialShape, Shape
+
+Sizes = dict[str, int]
+PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
+
+
+class Unhashable(Exception):
+    """An argument cannot be part of a cache key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """How long an axis is: ``sum(factor * size) + offset``; unknown altogether if ``factors`` is None."""
+
+    factors: Mapping[str, Fraction] | None
+    offset: Fraction
+
+    def solve(self, length: int, known: Sizes) -> tuple[str, Fraction] | None:
+        """Return the one size that follows from the length, if all others are known."""
+        if self.factors is None:
+            return None
+        free = [n for n in self.factors if n not in known]
+        if len(free) != 1:
+            return None
+        rest = self.offset + sum((f * known[n] for n, f in self.factors.items() if n in known), Fraction(0))
+        return free[0], (length - rest) / self.factors[free[0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Template:
+    """What is known of a layer before its sizes are.
+
+    Attributes:
+        blueprint: The constructor, read at the first probe.
+        shapes: Partial shape by slot.
+        axes: The formula of each axis, by slot.
+        pending: Paths of static attributes that depend on the sizes.
+    """
+
+    blueprint: Blueprint
+    shapes: Mapping[Path, PartialShape]
+    axes: Mapping[Path, tuple[Axis, ...]]
+    pending: frozenset[Path]
+
+
+class LayerSpec:
+    """A class, the arguments that were given, and the structure of those that were not.
+
+    Args:
+        name: The lazy class's name, for messages.
+        cls: The class to construct.
+        config: The bound arguments, defaults included, without rngs and modules.
+        unknown: The constructor arguments that are inferred: None for an int, or a structure such as
+            ``(2, None, 4)`` with None where a size is unknown.
+        options: Names in ``config`` that the lazy class takes and the class does not.
+        streams: Name, key dtype and tag of each stream of the rngs that were given.
+        rngs_name: The constructor's argument for them, None if it takes none.
+        modules: Names of the arguments that are modules; they are part of the layer, not of the spec.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        cls: type,
+        config: Mapping[str, Any],
+        unknown: Mapping[str, Any],
+        options: tuple[str, ...],
+        streams: tuple[tuple[str, Any, str], ...],
+        rngs_name: str | None,
+        modules: tuple[str, ...] = (),
+    ) -> None:
+        self.name, self.cls, self.config, self.unknown, self.options = name, cls, dict(config), dict(unknown), options
+        self.streams, self.rngs_name, self.modules = streams, rngs_name, modules
+        self.arguments = {k: v for k, v in self.config.items() if k not in options and k not in self.unknown}
+        try:
+            self.key: Any = (name, cls, freeze(self.config), freeze(self.unknown), options, streams, rngs_name, modules)
+        except Unhashable:
+            self.key = object()
+        self._hash = hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, LayerSpec) and self.key == other.key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerSpec:
+        return self
+
+    def __repr__(self) -> str:
+        known = ", ".join(f"{k}={v!r}" for k, v in self._given().items())
+        return f"{self.name}({known})"
+
+    def _given(self) -> dict[str, Any]:
+        """The arguments that are not the class's own default: those need no pickling."""
+        defaults = {n: p.default for n, p in constructor_parameters(self.cls).items()}
+        return {k: v for k, v in self.config.items() if v is not defaults.get(k, Unhashable)}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        given = self._given()
+        for argument, value in given.items():
+            try:
+                pickle.dumps(value)
+            except Exception as error:
+                raise SerializationError(
+                    Problem(self.name, f"{argument}={value!r}, which does not pickle ({error})",
+                            "arguments that pickle: a lazy layer is stored with those that it was given",
+                            f"a function defined at the top of a module for {argument}, or lm.materialize(...) first")
+                ) from error
+        streams = tuple((n, str(jax.random.key_impl(_example_key(d))), tag) for n, d, tag in self.streams)
+        defaults = tuple(k for k in self.config if k not in given)
+        return _restore, (self.name, self.cls, given, defaults, self.unknown, self.options, streams, self.rngs_name,
+                          self.modules)
+
+    # ------------------------------------------------------------ sizes
+
+    @functools.cached_property
+    def size_names(self) -> tuple[str, ...]:
+        """Names of the unknown sizes: ``in_features``, ``kernel_shape[0]``."""
+        return tuple(name for name, value in self._leaves(self.unknown) if value is None)
+
+    @staticmethod
+    def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for argument, value in tree.items():
+            for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda v: v is None):
+                yield argument + jax.tree_util.keystr(path), leaf
+
+    def values(self, sizes: Sizes) -> dict[str, Any]:
+        """Return the inferred arguments for given sizes."""
+        out = {}
+        for argument, tree in self.unknown.items():
+            leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda v: v is None)
+            filled = [sizes[argument + jax.tree_util.keystr(p)] if v is None else v for p, v in leaves]
+            out[argument] = jax.tree_util.tree_unflatten(treedef, filled)
+        return out
+
+    # ------------------------------------------------------------ blueprints
+
+    def blueprint(self, values: Mapping[str, Any], modules: Mapping[str, Any]) -> Blueprint:
+        """Read the constructor with the inferred arguments given.
+
+        Args:
+            values: The inferred arguments.
+            modules: The arguments that are modules.
+        """
+        if modules or not isinstance(self.key, tuple):
+            return self._trace(values, modules, None)
+        config = jax.config
+        context = (config.jax_enable_x64, config.jax_numpy_dtype_promotion, nnx.var_defaults().hijax)
+        return _cached_blueprint(self, freeze(dict(values)), context, _Ignored(values))
+
+    def _trace(self, values: Mapping[str, Any], modules: Mapping[str, Any], probe: int | None) -> Blueprint:
+        counter = jax.ShapeDtypeStruct((), jnp.uint32)
+        streams = {n: (jax.ShapeDtypeStruct((), dtype), counter, tag) for n, dtype, tag in self.streams}
+        if probe is None:
+            prepare = dict
+        else:
+            prepare = functools.partial(_stand_ins, probe=probe)
+        return _blueprint.trace(self.cls, self.arguments, values, modules, prepare, streams, self.rngs_name)
+
+    @functools.cached_property
+    def template(self) -> Template:
+        """The template of a layer without module arguments, read once for all layers that are configured alike."""
+        return _cached_template(self) if isinstance(self.key, tuple) else self.probe({})
+
+    def probe(self, modules: Mapping[str, Any]) -> Template:
+        """Read the constructor at several sizes and compare.
+
+        Raises:
+            Exception: What the constructor raises at every probe.
+        """
+        base = _common_multiple(self.arguments)
+        error: Exception | None = None
+        for scale in (base, base * 720720):
+            try:
+                return self._probe(modules, scale)
+            except (ValueError, TypeError, ZeroDivisionError, AssertionError, IndexError, AttributeError) as e:
+                error = error or e
+        assert error is not None
+        raise error
+
+    def _probe(self, modules: Mapping[str, Any], scale: int) -> Template:
+        names = self.size_names
+        first = {n: scale * PRIMES[i % len(PRIMES)] for i, n in enumerate(names)}
+
+        def read(sizes: Sizes, probe: int = scale) -> Blueprint:
+            values = self.values(sizes)
+            return self._trace(values, modules, probe) if modules else self.blueprint(values, {})
+
+        base = read(first)
+        others = [(n, first | {n: 2 * first[n]}) for n in names]
+        probes = [(n, sizes, read(sizes)) for n, sizes in others]
+        third = {n: 3 * v for n, v in first.items()}
+        check = [(third, read(third))] if names else []
+        # with other stand-ins for lazy modules, an axis that moves is not this layer's to solve
+        moved = read(first, 2 * scale) if modules else base
+        axes = {
+            path: tuple(_formula(path, i, first, base, probes, [*check, (first, moved)]) for i in range(len(s.shape)))
+            for path, s in base.slots.items()
+        }
+        return _template(base, axes, [*(b for *_, b in probes), *(b for _, b in check), moved])
+
+    # ------------------------------------------------------------ reading sizes back
+
+    def solve(self, template: Template, shapes: Mapping[Path, Shape]) -> tuple[Sizes, list[str]]:
+        """Read the sizes from the shapes of some slots.
+
+        Returns:
+            The sizes that follow, and what does not fit, in words.
+        """
+        sizes: Sizes = {}
+        conflicts: list[str] = []
+        changed = True
+        while changed:
+            changed = False
+            for path, shape in shapes.items():
+                for axis, length in zip(template.axes[path], shape):
+                    found = axis.solve(length, sizes)
+                    if found is not None:
+                        name, value = found
+                        changed = True
+                        if value.denominator != 1 or value < 0:
+                            conflicts.append(f"{name} would be {value} by {_dotted(path)} of shape {shape}")
+                        sizes[name] = int(value)
+        for path, shape in shapes.items():
+            for i, (axis, length) in enumerate(zip(template.axes[path], shape)):
+                if axis.factors and set(axis.factors) <= set(sizes):
+                    expected = axis.offset + sum((f * sizes[n] for n, f in axis.factors.items()), Fraction(0))
+                    if expected != length:
+                        conflicts.append(f"axis {i} of {_dotted(path)} is {length}, but other entries make it {expected}")
+        return sizes, conflicts
+
+
+def _template(base: Blueprint, axes: Mapping[Path, tuple[Axis, ...]], others: Sequence[Blueprint]) -> Template:
+    shapes = {path: tuple(int(a.offset) if a.factors == {} else None for a in axes[path]) for path in axes}
+    pending: set[Path] = set()
+    for other in others:
+        pending |= set(_different(base.root, other.root, ()))
+    return Template(base, shapes, axes, frozenset(pending))
+
+
+def _stand_ins(modules: Mapping[str, Any], probe: int) -> dict[str, Any]:
+    """Copy modules with every placeholder filled at a probe size (inside a trace: nothing is allocated)."""
+    out = {}
+    for name, module in modules.items():
+        out[name] = copy = nnx.merge(*nnx.split(module), copy=True)
+        for _, node in nnx.iter_graph(copy):
+            if isinstance(node, UninitializedVariable):
+                shape = tuple(probe if d is None else d for d in node.shape)
+                _compat.write_variable(node, node.target, jax.lax.full(shape, 0, node.dtype), node.get_metadata())
+    return out
+
+
+def _formula(
+    path: Path,
+    axis: int,
+    first: Sizes,
+    base: Blueprint,
+    probes: Sequence[tuple[str, Sizes, Blueprint]],
+    check: Sequence[tuple[Sizes, Blueprint]],
+) -> Axis:
+    """Fit ``sum(factor * size) + offset`` to one axis, and check it at the sizes that were not used."""
+    length = base.slots[path].shape[axis]
+    factors: dict[str, Fraction] = {}
+    for name, sizes, blueprint in probes:
+        slot = blueprint.slots.get(path)
+        if slot is None or len(slot.shape) != len(base.slots[path].shape):
+            return Axis(None, Fraction(0))
+        if slot.shape[axis] != length:
+            factors[name] = Fraction(slot.shape[axis] - length, sizes[name] - first[name])
+    offset = length - sum((f * first[n] for n, f in factors.items()), Fraction(0))
+    for sizes, blueprint in check:
+        slot = blueprint.slots.get(path)
+        expected = offset + sum((f * sizes[n] for n, f in factors.items()), Fraction(0))
+        if slot is None or len(slot.shape) <= axis or slot.shape[axis] != expected:
+            return Axis(None, Fraction(0))
+    return Axis(factors, offset)
+
+
+def _different(a: Any, b: Any, path: Path) -> Iterator[Path]:
+    """Paths of the static attributes in which two descriptions differ."""
+    if isinstance(a, Node) and isinstance(b, Node):
+        for name in a.attributes:
+            if name not in b.attributes:
+                yield (*path, name)
+            else:
+                yield from _different(a.attributes[name], b.attributes[name], (*path, name))
+    elif isinstance(a, Static) and not (isinstance(b, Static) and same_static(a.value, b.value)):
+        yield path
+
+
+def same_static(a: Any, b: Any) -> bool:
+    """Whether two static attributes are the same, by type and value."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    try:
+        return bool(a == b)
+    except (ValueError, TypeError):  # arrays, and what refuses to be compared
+        return False
+
+
+# ---------------------------------------------------------------- caches
+
+
+class _Ignored:
+    """Carries what a cached function needs beside its key."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Ignored)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_blueprint(spec: LayerSpec, key: Any, context: Any, values: _Ignored) -> Blueprint:
+    return spec._trace(values.value, {}, None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_template(spec: LayerSpec) -> Template:
+    return spec.probe({})
+
+
+def freeze(value: Any) -> Any:
+    """Turn an argument into a hashable key that tells 1, True and 1.0 apart.
+
+    Raises:
+        Unhashable: If it holds an array or anything else without a hash.
+    """
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(freeze(v) for v in value)
+    if isinstance(value, Mapping):
+        return type(value), tuple((freeze(k), freeze(v)) for k, v in value.items())
+    if isinstance(value, float):
+        return float, value.hex()
+    if isinstance(value, (jax.Array, np.ndarray, nnx.Pytree)):
+        raise Unhashable
+    try:
+        hash(value)
+    except TypeError as error:
+        raise Unhashable from error
+    return type(value), value
+
+
+def _common_multiple(arguments: Mapping[str, Any]) -> int:
+    """A number that every plausible group count, head count or width among the arguments divides."""
+    found = 1
+    for value in jax.tree.leaves(list(arguments.values())):
+        if isinstance(value, int) and not isinstance(value, bool) and 1 < value <= 65536:
+            found = math.lcm(found, value) if math.lcm(found, value) < 2**24 else found
+    return found
+
+
+def as_size(value: Any) -> int | None:
+    """Return a positive int, or None if ``value`` is no size."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+@functools.cache
+def _example_key(dtype: Any) -> Any:
+    """A key of a key dtype, to ask for its implementation's name."""
+    for name in ("threefry2x32", "rbg", "unsafe_rbg"):
+        key = jax.random.key(0, impl=name)
+        if key.dtype == dtype:
+            return key
+    raise TypeError(f"unknown kind of random key {dtype}")
+
+
+def _restore(name: str, cls: type, given: Any, defaults: Any, unknown: Any, options: Any, streams: Any, *rest: Any) -> Any:
+    parameters = constructor_parameters(cls)
+    config = {k: parameters[k].default for k in defaults} | given
+    streams = tuple((n, jax.random.key(0, impl=impl).dtype, tag) for n, impl, tag in streams)
+    return LayerSpec(name, cls, config, unknown, options, streams, *rest)
+
+
+@functools.cache
+def constructor_parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """The constructor's parameters; those behind ``**kwargs`` are looked up in the base classes."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        for p in own:
+            if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
+                found.setdefault(p.name, p)
+        if not any(p.kind is p.VAR_KEYWORD for p in own):
+            break
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotSource:
+    """The source of a layer's own placeholder: one slot of the layer's constructor."""
+
+    spec: LayerSpec
+    path: Path
+
+    def make(self, keys: Sequence[Any], shape: Shape, dtype: Any) -> Any:
+        """Compute the slot's value at the sizes that its shape tells (probe sizes for those it does not)."""
+        if self.spec.modules:
+            raise UninitializedError(
+                Problem(f"{_dotted(self.path)} of {self.spec.name}", "a parameter that depends on a wrapped module",
+                        "the wrapped module's sizes", SIZE_LINE)
+            )
+        template = self.spec.template
+        sizes, _ = self.spec.solve(template, {self.path: shape})
+        rest = {n: _common_multiple(self.spec.arguments) * PRIMES[i] for i, n in enumerate(self.spec.size_names)}
+        blueprint = self.spec.blueprint(self.spec.values(rest | sizes), {})
+        return blueprint.run([blueprint.slots[self.path]], keys)[0]
+
+    def owner(self) -> str:
+        """Name the layer."""
+        return self.spec.name
+

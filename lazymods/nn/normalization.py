@@ -1,0 +1,105 @@
+"""Normalization layers without feature counts, and weight normalization of lazy layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+
+from lazymods._factory import Infer, Plan, make
+from lazymods.nn._shapes import Config, check_divides, check_rank, last_axis, product_at
+
+_SPACE = {1: "length", 2: "height, width", 3: "depth, height, width"}
+
+
+def _batch_norm(config: Config, x: Any, *_: Any, **__: Any) -> dict[str, Any]:
+    return {"num_features": product_at(x, config["axis"])}
+
+
+def _feature_axes(config: Config, x: Any, *_: Any, **__: Any) -> dict[str, Any]:
+    return {"num_features": product_at(x, config["feature_axes"])}
+
+
+def _group_norm(config: Config, x: Any, *_: Any, **__: Any) -> dict[str, Any]:
+    features = last_axis(x)
+    groups, size = config["num_groups"], config["group_size"]
+    if size is not None:
+        check_divides(size, features, "group_size")
+    else:
+        check_divides(groups, features, "num_groups")
+    return {"num_features": features}
+
+
+def _ranked(infer: Infer, ranks: tuple[int, ...], axes: str) -> Infer:
+    def ranked(config: Config, x: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        check_rank(x, ranks, axes)
+        return infer(config, x, *args, **kwargs)
+
+    return ranked
+
+
+def _make(cls: type, name: str, infer: Infer, at: str, checked: str = "") -> Any:
+    doc = f"""``nnx.{cls.__name__}`` without ``num_features``{checked}.
+
+    Inferred: ``num_features``, {at}.
+
+    Args:
+        **options: Those of ``nnx.{cls.__name__}``, by keyword, with its defaults.
+        rngs: The random streams.
+
+    Raises:
+        ShapeInferenceError: At the first call, if the input lacks a feature axis or has no features.
+    """
+    return make(Plan(cls, infer, ("num_features",)), name=name, module=__name__, doc=doc)
+
+
+def _make_batch_norm(rank: int) -> Any:
+    ranks = (2, 3) if rank == 1 else (rank + 2,)
+    axes = f"(batch, {_SPACE[rank]}, features)"
+    infer = _ranked(_batch_norm, ranks, axes + (" or (batch, features)" if rank == 1 else ""))
+    return _make(nnx.BatchNorm, f"LazyBatchNorm{rank}d", infer, "the input's size at ``axis``",
+                 f", whose input is {axes}")
+
+
+def _make_instance_norm(rank: int) -> Any:
+    axes = f"(batch, {_SPACE[rank]}, features)"
+    infer = _ranked(_feature_axes, (rank + 2,), axes)
+    return _make(nnx.InstanceNorm, f"LazyInstanceNorm{rank}d", infer, "the input's size at ``feature_axes``",
+                 f", whose input is {axes}")
+
+
+LazyBatchNorm = _make(nnx.BatchNorm, "LazyBatchNorm", _batch_norm, "the input's size at ``axis``")
+LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d = (_make_batch_norm(rank) for rank in (1, 2, 3))
+LazyLayerNorm = _make(nnx.LayerNorm, "LazyLayerNorm", _feature_axes, "the input's size at ``feature_axes``")
+LazyRMSNorm = _make(nnx.RMSNorm, "LazyRMSNorm", _feature_axes, "the input's size at ``feature_axes``")
+LazyGroupNorm = _make(nnx.GroupNorm, "LazyGroupNorm", _group_norm, "the input's last axis")
+LazyInstanceNorm = _make(nnx.InstanceNorm, "LazyInstanceNorm", _feature_axes, "the input's size at ``feature_axes``")
+LazyInstanceNorm1d, LazyInstanceNorm2d, LazyInstanceNorm3d = (_make_instance_norm(rank) for rank in (1, 2, 3))
+
+
+# ---------------------------------------------------------------- wrappers
+
+
+def _nothing(config: Config, *_: Any, **__: Any) -> dict[str, Any]:
+    return {}
+
+
+def _make_wrapper(cls: type, what: str) -> Any:
+    doc = f"""``nnx.{cls.__name__}`` around a layer that may be lazy.
+
+    Inferred: nothing itself. The first call initializes the wrapped layer, then {what}.
+
+    Args:
+        layer_instance: The layer, lazy or not.
+        **options: Those of ``nnx.{cls.__name__}``, by keyword.
+        rngs: The random streams.
+
+    Raises:
+        ShapeInferenceError: At the first call, if the wrapped layer's sizes do not follow from the input.
+    """
+    plan = Plan(cls, _nothing, (), wraps="layer_instance")
+    return make(plan, name=f"Lazy{cls.__name__}", module=__name__, doc=doc)
+
+
+LazyWeightNorm = _make_wrapper(nnx.WeightNorm, "the scales")
+LazySpectralNorm = _make_wrapper(nnx.SpectralNorm, "the singular vectors")

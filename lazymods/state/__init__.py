@@ -1,0 +1,5 @@
+"""State dicts: a model's arrays by dotted name, and back."""
+
+from lazymods.state.load import LoadResult as LoadResult
+from lazymods.state.load import load_state_dict as load_state_dict
+from lazymods.state.state_dict import state_dict as state_dict

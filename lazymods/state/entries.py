@@ -1,0 +1,88 @@
+"""The named entries of a model: what a state dict holds, and where each entry lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from lazymods import _graph
+from lazymods._graph import Path, dotted
+
+IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
+_TRANSIENT = (nnx.Cache, nnx.Intermediate)
+
+
+class Place(NamedTuple):
+    """Where an entry lives.
+
+    Attributes:
+        name: The dotted name.
+        holder: The object, dict or list that holds the Variable or raw array.
+        key: Under which attribute or key.
+        owner: The Variable or raw array.
+        leaf: The path inside the Variable's value, if that is a pytree; () for an array.
+    """
+
+    name: str
+    holder: Any
+    key: Any
+    owner: Any
+    leaf: Path = ()
+
+    @property
+    def value(self) -> Any:
+        """The array (or number) that is there, or the placeholder."""
+        if not isinstance(self.owner, nnx.Variable) or _graph.is_placeholder(self.owner):
+            return self.owner
+        return leaf_of(raw_of(self.owner), self.leaf)
+
+    @property
+    def is_rng(self) -> bool:
+        """Whether it is random state."""
+        return isinstance(self.owner, nnx.RngState) or is_key(self.owner)
+
+
+def raw_of(variable: nnx.Variable[Any]) -> Any:
+    """Return a Variable's value, read out of its reference if it has one."""
+    raw = variable.get_raw_value()
+    return variable.get_value() if variable.get_metadata("ref", False) else raw
+
+
+def is_key(value: Any) -> bool:
+    """Whether a value is an array of random keys."""
+    return hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def leaf_of(value: Any, path: Path) -> Any:
+    """Return what a pytree of dicts, lists and tuples holds at a path."""
+    for key in path:
+        value = value[key]
+    return value
+
+
+def places(model: Any, prefix: Path = ()) -> Iterator[Place]:
+    """Every entry of a model, in definition order; caches and intermediates are left out."""
+    for entry in _graph.entries(model):
+        if isinstance(entry.value, _TRANSIENT) and not _graph.is_placeholder(entry.value):
+            continue
+        path = (*prefix, *entry.path)
+        if not isinstance(entry.value, nnx.Variable) or _graph.is_placeholder(entry.value):
+            yield Place(dotted(path), entry.holder, entry.key, entry.value)
+            continue
+        for leaf in _leaves(raw_of(entry.value), ()):
+            yield Place(dotted((*path, *leaf)), entry.holder, entry.key, entry.value, leaf)
+
+
+def _leaves(value: Any, path: Path) -> Iterator[Path]:
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from _leaves(child, (*path, key))
+    elif isinstance(value, (list, tuple)):
+        for i, child in enumerate(value):
+            yield from _leaves(child, (*path, i))
+    elif isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct, int, float, complex, np.generic)):
+        yield path

@@ -1,0 +1,53 @@
+"""``state_dict``: a model's arrays by dotted name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from lazymods import _graph, _hooks
+from lazymods._graph import Path, dotted
+from lazymods.state.entries import IMPL, is_key, places
+
+
+def state_dict(model: nnx.Module, *, include_rng: bool = False) -> dict[str, Any]:
+    """Return a model's parameters, statistics and raw arrays by dotted name.
+
+    Args:
+        model: An nnx module, or any nnx object; it may be lazy.
+        include_rng: Add random state: a key as its data (``uint32``) under its name and the name of its
+            implementation, in ASCII codes, under ``name.impl``; a counter as it is.
+
+    Returns:
+        An ordinary dict in definition order. Values are the live arrays, placeholders appear as themselves, and
+        what is shared appears under each of its names. Caches and intermediates are left out.
+
+    Example:
+        >>> import lazymods as lm
+        >>> from flax import nnx
+        >>> list(lm.state_dict(nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0))])))
+        ['0.kernel', '0.bias']
+    """
+    hooked = [(p, n) for p, n in _graph.nodes(model) if _hooks.hooks_of(n)]
+    for path, node in hooked:
+        _hooks.run_hooks(node, "state_dict_pre", _prefix(path), True)
+    out: dict[str, Any] = {}
+    for place in places(model):
+        if place.is_rng and not include_rng:
+            continue
+        value = place.value
+        if is_key(value) and not _graph.is_placeholder(value):
+            out[place.name] = jax.random.key_data(value)
+            out[f"{place.name}.{IMPL}"] = np.frombuffer(str(jax.random.key_impl(value)).encode(), np.uint8)
+        else:
+            out[place.name] = value
+    for path, node in reversed(hooked):  # children before parents
+        _hooks.run_hooks(node, "state_dict_post", out, _prefix(path), {})
+    return out
+
+
+def _prefix(path: Path) -> str:
+    return f"{dotted(path)}." if path else ""

@@ -1,0 +1,85 @@
+"""Whether a value from outside fits a parameter, and its cast: never complex to real, never out of range."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lazymods._errors import describe
+
+
+def as_array(value: Any) -> Any:
+    """Return an array (or number) as JAX or numpy takes it, or None if it is neither."""
+    if isinstance(value, nnx.Variable):
+        value = value.get_raw_value()
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return value if _is_numeric(value) else None
+    if isinstance(value, (bool, int, float, complex, np.generic)):
+        return np.asarray(value)
+    if hasattr(value, "shape") and hasattr(value, "__array__") and not isinstance(value, type):
+        array = np.asarray(value)
+        return array if _is_numeric(array) else None
+    return None
+
+
+def _is_numeric(array: Any) -> bool:
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        return False
+    return jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
+
+
+def cast_problem(array: Any, dtype: Any) -> str | None:
+    """Say why an array cannot be cast to a dtype, or return None."""
+    source = array.dtype
+    if source == dtype:
+        return None
+    if jnp.issubdtype(source, np.complexfloating) and not jnp.issubdtype(dtype, np.complexfloating):
+        return f"a real array, for {describe(array)} would lose its imaginary part"
+    if jnp.issubdtype(dtype, np.integer):
+        return _integer_problem(np.asarray(array), dtype)
+    if dtype == np.bool_ and not bool(np.all((np.asarray(array) == 0) | (np.asarray(array) == 1))):
+        return "only zeros and ones, for a boolean"
+    return None
+
+
+def _integer_problem(array: np.ndarray[Any, Any], dtype: Any) -> str | None:
+    info = jnp.iinfo(dtype)
+    if array.size == 0 or array.dtype == np.bool_:
+        return None
+    if not jnp.issubdtype(array.dtype, np.integer):
+        array = array.astype(np.float64)
+        if not bool(np.all(np.isfinite(array) & (np.trunc(array) == array))):
+            return f"whole numbers, for {np.dtype(dtype).name}"
+    if int(array.min()) < int(info.min) or int(array.max()) > int(info.max):
+        return f"numbers from {info.min} to {info.max}, for {np.dtype(dtype).name}"
+    return None
+
+
+def cast(array: Any, dtype: Any, like: Any) -> jax.Array:
+    """Return a JAX array of a dtype, placed as the array that it replaces is.
+
+    Args:
+        array: A numpy array, which is copied, or a JAX array.
+        dtype: The dtype; None keeps the array's own.
+        like: The array that it replaces, or anything else.
+    """
+    out = jnp.array(array, dtype) if isinstance(array, np.ndarray) else array
+    out = out if dtype is None or out.dtype == dtype else out.astype(dtype)
+    if isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer):
+        if like.committed and out.sharding != like.sharding:
+            out = jax.device_put(out, like.sharding)
+    return out
+
+
+def same_values(a: Any, b: Any) -> bool:
+    """Whether two entries hold the same bits."""
+    if a is b:
+        return True
+    a, b = as_array(a), as_array(b)
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
