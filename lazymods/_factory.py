@@ -284,25 +284,26 @@ def infer_values(layer: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str
     Raises:
         ShapeInferenceError: If it raises, or returns anything but the missing arguments as positive ints.
     """
-    config = MappingProxyType(vars(layer)[STATE].spec.config | _lifecycle.modules_of(layer))
-    where = _graph.place(layer, type(layer).__name__)
-    got = describe_call(args, kwargs)
+    spec = vars(layer)[STATE].spec
+    config = MappingProxyType(spec.config | _lifecycle.modules_of(layer))
     shapes, named = _first_call.as_specs((args, kwargs))
     try:
         values = plan.infer(config, *shapes, **named)
-    except Fact as fact:
-        raise ShapeInferenceError(Problem(where, got, fact.needed, fact.write)) from None
     except LazyError:
         raise
     except Exception as error:
-        raise ShapeInferenceError(
-            Problem(where, got, f"a call from which infer can tell the sizes; it raised {type(error).__name__}: {error}",
-                    "a call with the arguments that the layer's forward takes")
-        ) from error
-    _check_values(layer, plan, where, values)
-    problem = _zero(where, got, values)
+        needed = f"a call from which infer can tell the sizes; it raised {type(error).__name__}: {error}"
+        write = "a call with the arguments that the layer's forward takes"
+        if isinstance(error, Fact):
+            needed, write = error.needed, error.write
+        where = _graph.place(layer, type(layer).__name__)
+        cause = None if isinstance(error, Fact) else error
+        raise ShapeInferenceError(Problem(where, describe_call(args, kwargs), needed, write)) from cause
+    problem = _wrong_values(spec, values) or _zero(values)
     if problem is not None:
-        raise ShapeInferenceError(problem)
+        got, needed, write = problem
+        where = _graph.place(layer, type(layer).__name__)
+        raise ShapeInferenceError(Problem(where, f"{describe_call(args, kwargs)}: {got}", needed, write))
     return {k: _plain(v) for k, v in values.items()}
 
 
@@ -314,30 +315,23 @@ class Fact(Exception):
         self.needed, self.write = needed, write
 
 
-def _check_values(layer: Any, plan: Plan, where: str, values: Any) -> None:
-    spec = vars(layer)[STATE].spec
-    wanted = set(spec.unknown)
-    wrong = ""
+def _wrong_values(spec: LayerSpec, values: Any) -> tuple[str, str, str] | None:
+    """Say what is wrong with what ``infer`` returned: got, needed, write."""
+    wanted = sorted(spec.unknown)
+    needed = f"a dict of positive ints for {', '.join(wanted) or 'nothing'}: the arguments that were not given"
+    write = "return {" + ", ".join(f'"{n}": x.shape[-1]' for n in wanted) + "}"
     if not isinstance(values, Mapping):
-        wrong = f"a {type(values).__name__}"
-    elif set(values) != wanted:
-        wrong = f"the arguments {sorted(map(str, values))}"
-    else:
-        for name, value in values.items():
-            for leaf in jax.tree.leaves(value, is_leaf=lambda v: v is None):
-                if not _is_dimension(leaf):
-                    wrong = f"{name}={leaf!r}"
-                elif as_size(leaf) is None:
-                    raise ShapeInferenceError(
-                        Problem(where, f"{name}={leaf}, a symbolic size", "a concrete feature axis: parameters need "
-                                "their sizes; only batch axes may be symbolic", "an input whose feature axis is an int")
-                    )
-    if wrong:
-        needed = ", ".join(sorted(wanted)) or "nothing"
-        raise ShapeInferenceError(
-            Problem(where, f"infer returned {wrong}", f"a dict of positive ints for {needed}: the constructor arguments "
-                    "that were not given", "return {" + ", ".join(f'"{n}": x.shape[-1]' for n in sorted(wanted)) + "}")
-        )
+        return f"infer returned a {type(values).__name__}", needed, write
+    if set(values) != set(wanted):
+        return f"infer returned the arguments {sorted(map(str, values))}", needed, write
+    for name, value in values.items():
+        for leaf in jax.tree.leaves(value, is_leaf=lambda v: v is None):
+            if not _is_dimension(leaf):
+                return f"infer returned {name}={leaf!r}", needed, write
+            if as_size(leaf) is None:
+                return (f"{name}={leaf}, a symbolic size", "a concrete feature axis: parameters need their sizes, only "
+                        "batch axes may be symbolic", "an input whose feature axis is an int")
+    return None
 
 
 def _is_dimension(value: Any) -> bool:
@@ -345,12 +339,12 @@ def _is_dimension(value: Any) -> bool:
     return (size is not None and size >= 0) or export.is_symbolic_dim(value)
 
 
-def _zero(where: str, got: str, values: Mapping[str, Any]) -> Problem | None:
+def _zero(values: Mapping[str, Any]) -> tuple[str, str, str] | None:
     zero = [k for k, v in values.items() if any(as_size(leaf) == 0 for leaf in jax.tree.leaves(v))]
     if not zero:
         return None
-    return Problem(where, f"{got}, so {', '.join(f'{k}=0' for k in zero)}", "at least one feature: an initializer divides "
-                   "by their number", "an input whose feature axis is not empty")
+    return (", ".join(f"{k}=0" for k in zero), "at least one feature: an initializer divides by their number",
+            "an input whose feature axis is not empty")
 
 
 def _plain(value: Any) -> Any:

@@ -124,7 +124,8 @@ def place(target: Any, name: str) -> str:
     """Name an object by its path in the model that the callers hold: ``fc1 (LazyLinear)``.
 
     A layer does not know where it hangs. For a message, the callers' local variables are searched for modules
-    that hold it; the longest path wins, and without one the name alone must do.
+    that hold it, or for a placeholder one with the same recipe, since transforms and optimizers see copies. The
+    longest path wins; without one the name alone must do.
     """
     best: Path = ()
     frame = sys._getframe(1)  # noqa: SLF001
@@ -133,15 +134,20 @@ def place(target: Any, name: str) -> str:
         for value in list(frame.f_locals.values()):
             if isinstance(value, nnx.Pytree) and value is not target and id(value) not in seen:
                 seen.add(id(value))
-                path = next((p for p, v in _all(value) if v is target), ())
+                path = _path_to(target, value)
                 best = path if len(path) > len(best) else best
         frame = frame.f_back
     return f"{dotted(best)} ({name})" if best else name
 
 
-def _all(model: Any) -> Iterator[tuple[Path, Any]]:
-    yield from nodes(model)
-    yield from ((e.path, e.value) for e in entries(model))
+def _path_to(target: Any, model: Any) -> Path:
+    if isinstance(target, nnx.Variable):
+        recipe = target.get_raw_value()
+        for entry in entries(model):
+            if entry.value is target or (is_placeholder(entry.value) and entry.value.get_raw_value() == recipe):
+                return entry.path
+        return ()
+    return next((path for path, node in nodes(model) if node is target), ())
 
 
 # ---------------------------------------------------------------- questions (public)

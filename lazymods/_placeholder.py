@@ -315,6 +315,20 @@ class UninitializedVariable(nnx.Variable[Any]):
         return _restore, (self.target, self.recipe, self.get_metadata())
 
 
+def _refusing(what: str) -> Callable[..., NoReturn]:
+    def refuse(self: UninitializedVariable, *_: Any) -> NoReturn:
+        self._refuse(what)
+
+    return refuse
+
+
+# Flax's Variable has no comparisons, and refuses in-place operators with advice that would not help here.
+for _name in ("lt", "le", "gt", "ge", "divmod", "rdivmod"):
+    setattr(UninitializedVariable, f"__{_name}__", _refusing("its value"))
+for _name in "add sub mul matmul truediv floordiv mod pow lshift rshift and xor or".split():
+    setattr(UninitializedVariable, f"__i{_name}__", _refusing("its value"))
+
+
 class UninitializedParameter(UninitializedVariable, nnx.Param[Any]):
     """A placeholder that is an ``nnx.Param`` (see :class:`UninitializedVariable` for the arguments)."""
 

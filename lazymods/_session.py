@@ -122,7 +122,7 @@ class Session:
         graphdef, state = nnx.split([self.model, *modules.values()])
 
         def traced(given: dict[int, Any]) -> Any:
-            self._root = _compat.current_trace()
+            self._root = _compat.weak(_compat.current_trace())
             model, *copies = nnx.merge(graphdef, state, copy=True)
             _fill_abstract([model, *copies])
             self._prepare(model)
@@ -218,7 +218,7 @@ class Session:
             self._fill(layer, args, kwargs)
         elif index in self.visits:
             self._compare(layer, self.visits[index], args, kwargs)
-        elif birth is not self._root:
+        elif birth is not self._root():
             self._early[index] = (args, kwargs)
             raise _Restart
         else:
