@@ -1,0 +1,95 @@
+"""What many tests need: inputs, and comparison with Flax's explicit twin bit for bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import lazymods as lm
+
+
+def spec(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    """A shape and dtype without values."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def filled(tree: Any, seed: int = 0) -> Any:
+    """Random arrays for the specs in a pytree; small whole numbers for integer ones."""
+    rng = np.random.default_rng(seed)
+
+    def one(s: Any) -> Any:
+        if not isinstance(s, jax.ShapeDtypeStruct):
+            return s
+        if jnp.issubdtype(s.dtype, jnp.integer):
+            return jnp.asarray(rng.integers(0, 3, s.shape), s.dtype)
+        return jnp.asarray(rng.standard_normal(s.shape), s.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def array(*shape: int, dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
+    """A random array."""
+    return filled(spec(*shape, dtype=dtype), seed)
+
+
+def raw(value: Any) -> np.ndarray:
+    """The numpy array behind a Variable, array or random key."""
+    value = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    return np.asarray(value)
+
+
+def assert_same_bits(got: Any, want: Any) -> None:
+    """Equal dtypes, shapes and bits, leaf by leaf."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = raw(a), raw(b)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert a.tobytes() == b.tobytes()
+
+
+def assert_same_model(got: Any, want: Any) -> None:
+    """Same class, same GraphDef, same Variable types, same bits, no tracer left behind."""
+    assert not lm.has_uninitialized_params(got)
+    assert type(got) is type(want)
+    assert nnx.graphdef(got) == nnx.graphdef(want)
+    a, b = (dict(nnx.to_flat_state(nnx.state(m))) for m in (got, want))
+    assert list(a) == list(b)
+    for path in b:
+        assert type(a[path]) is type(b[path]), path
+        assert raw(a[path]).dtype == raw(b[path]).dtype, path
+        assert raw(a[path]).tobytes() == raw(b[path]).tobytes(), path
+    for leaf in jax.tree.leaves(nnx.state(got)):
+        assert not isinstance(leaf, jax.core.Tracer)
+
+
+class MLP(nnx.Module):
+    """Two linear layers: without sizes, or with ``d_in``."""
+
+    def __init__(self, d_in: int | None = None, *, hidden: int = 16, out: int = 4, rngs: nnx.Rngs):
+        if d_in is None:
+            self.fc1 = lm.LazyLinear(hidden, rngs=rngs)
+            self.fc2 = lm.LazyLinear(out, rngs=rngs)
+        else:
+            self.fc1 = nnx.Linear(d_in, hidden, rngs=rngs)
+            self.fc2 = nnx.Linear(hidden, out, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc2(jax.nn.relu(self.fc1(x)))
+
+
+def lazy_mlp(seed: int = 0, **options: Any) -> MLP:
+    """The MLP without sizes."""
+    return MLP(rngs=nnx.Rngs(seed), **options)
+
+
+def plain_mlp(d_in: int = 8, seed: int = 0, **options: Any) -> MLP:
+    """Flax's own."""
+    return MLP(d_in, rngs=nnx.Rngs(seed), **options)
+
+
+Make = Callable[[nnx.Rngs], nnx.Module]
