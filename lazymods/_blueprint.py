@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 
 from lazymods import _compat
@@ -27,9 +28,9 @@ from lazymods._recipe import Shape
 Path = tuple[Any, ...]
 
 init_p = Primitive("lazy_init")
-init_p.def_abstract_eval(lambda key, *, call, shape, dtype: jax.core.ShapedArray(shape, dtype))
+init_p.def_abstract_eval(lambda key, *, call, shape, dtype: ShapedArray(shape, dtype))
 fold_p = Primitive("lazy_fold")
-fold_p.def_abstract_eval(lambda key, count, *, step: jax.core.ShapedArray(key.shape, key.dtype))
+fold_p.def_abstract_eval(lambda key, count, *, step: ShapedArray(key.shape, key.dtype))
 
 
 # ---------------------------------------------------------------- descriptions
@@ -112,7 +113,8 @@ class Blueprint:
             keys: Key and counter of each stream that was given to :func:`trace`, in its order.
         """
         jaxpr = self.program.jaxpr
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, self.program.consts)) | dict(zip(jaxpr.invars, keys))
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, self.program.consts, strict=True))
+        env |= zip(jaxpr.invars, keys, strict=True)
 
         def read(atom: Any) -> Any:
             return atom.val if hasattr(atom, "val") else env[atom]
@@ -120,7 +122,7 @@ class Blueprint:
         wanted = [jaxpr.outvars[s.index] for s in slots]
         for equation in _needed(jaxpr.eqns, wanted):
             out = _run_equation(equation, [read(v) for v in equation.invars])
-            env.update(zip(equation.outvars, out))
+            env.update(zip(equation.outvars, out, strict=True))
         return [jnp.asarray(read(v)) for v in wanted]
 
     def initializer(self, slot: Slot) -> Callable[..., Any] | None:
@@ -192,7 +194,7 @@ class Recorded:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record ``init(key, shape, dtype)``; run any other call, or one in a nested trace, as it is."""
         plain = not kwargs and 2 <= len(args) <= 3 and _is_key(args[0]) and _is_shape(args[1])
-        if not plain or (isinstance(args[0], jax.core.Tracer) and not _same_trace(args[0])):
+        if not plain or (isinstance(args[0], Tracer) and not _same_trace(args[0])):
             return self.call(*args, **kwargs)
         dtype = args[2] if len(args) == 3 else jnp.float32
         dtype = jax.dtypes.canonicalize_dtype(dtype)
@@ -200,7 +202,7 @@ class Recorded:
 
 
 def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _is_shape(x: Any) -> bool:
@@ -304,7 +306,7 @@ class _Reader:
             return self._slot(value.get_raw_value(), path, type(value), self._metadata(value))
         if isinstance(value, nnx.Pytree):
             return self._node(value, path)
-        if isinstance(value, jax.core.Tracer):
+        if isinstance(value, Tracer):
             return self._slot(value, path, None, {})
         if isinstance(value, Recorded):
             return Static(value.call)
@@ -335,4 +337,4 @@ class _Reader:
 
 def _holds_data(value: Any) -> bool:
     leaves = jax.tree.leaves(value, is_leaf=lambda v: isinstance(v, (nnx.Variable, nnx.Pytree)))
-    return any(isinstance(v, (nnx.Variable, nnx.Pytree, jax.core.Tracer)) for v in leaves)
+    return any(isinstance(v, (nnx.Variable, nnx.Pytree, Tracer)) for v in leaves)

@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
 from flax import nnx
 from flax.nnx import graphlib
+from flax.typing import HashableMapping
 from jax._src import core
 from jax._src import mesh as mesh_lib
 
@@ -123,7 +123,7 @@ def data_names(node: Any) -> dict[str, bool]:
 def set_data_names(node: Any, names: dict[str, bool]) -> None:
     """Say which attributes of an nnx object are data; one mapping is shared while it is unchanged."""
     if dict(getattr(node, NODES, {})) != names or NODES not in vars(node):
-        object.__setattr__(node, NODES, graphlib.HashableMapping(names, copy=False))
+        object.__setattr__(node, NODES, HashableMapping(names, copy=False))
 
 
 def new_object(cls: type) -> Any:
@@ -141,7 +141,7 @@ def set_class(node: Any, cls: type) -> None:
 
 def is_concrete(x: Any) -> bool:
     """Whether ``x`` is an array with values, not a tracer."""
-    return not isinstance(x, jax.core.Tracer)
+    return not isinstance(x, core.Tracer)
 
 
 def tracer_trace(tracer: Any) -> Any:
@@ -160,8 +160,8 @@ def is_pytree(cls: type) -> bool:
 
 
 def inherit_data_names(cls: type) -> None:
-    """Let a class know the data attributes of all its bases; flax takes those of the first (``Pytree.__init_subclass__``)."""
+    """Let a class know the data attributes of all its bases: ``Pytree.__init_subclass__`` takes those of the first."""
     names: dict[str, bool] = {}
     for base in reversed(cls.__mro__):
         names.update(vars(base).get(NODES, {}))
-    setattr(cls, NODES, graphlib.HashableMapping(names, copy=False))
+    setattr(cls, NODES, HashableMapping(names, copy=False))

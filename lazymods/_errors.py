@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -104,7 +105,6 @@ for _error in _PUBLIC:
     _error.__module__ = "lazymods"  # tracebacks show the public name
 
 
-
 def relocate(error: LazyError, place: Callable[[Problem], str]) -> LazyError:
     """Return the same error with every problem moved to ``place(problem)``."""
     moved = [dataclasses.replace(p, where=place(p)) for p in error.problems]
@@ -125,7 +125,7 @@ def describe(value: Any) -> str:
 
 def short_dtype(dtype: Any) -> str:
     """Shorten a dtype's name: ``float32`` to ``f32``, ``bfloat16`` to ``bf16``."""
-    name = str(dtype) if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
+    name = str(dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
     if name == "bool":
         return "pred"
     if name.startswith("bfloat"):
@@ -147,4 +147,3 @@ def _describe_tree(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {_describe_tree(v)}" for k, v in value.items()) + "}"
     return describe(value)
-

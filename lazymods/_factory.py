@@ -18,9 +18,11 @@ import jax
 import numpy as np
 from flax import nnx
 from jax import export
+from jax.core import Tracer
 
 from lazymods import _compat, _first_call, _graph, _lifecycle
 from lazymods._blueprint import Blueprint
+from lazymods._building import build
 from lazymods._errors import ConfigurationError, LazyError, Problem, ShapeInferenceError, describe, describe_call
 from lazymods._graph import STATE
 from lazymods._mixin import LazyModuleMixin
@@ -62,7 +64,9 @@ class Plan:
     structure: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    entries: Mapping[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = dataclasses.field(default_factory=dict)
+    entries: Mapping[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = dataclasses.field(
+        default_factory=dict
+    )
     wraps: str | None = None
     optional: tuple[str, ...] = ()
 
@@ -174,8 +178,12 @@ def _construct(
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise ConfigurationError(
-            Problem(name, f"{describe_call(args, kwargs)} ({error})", f"arguments as in {name}{_short(signature)}",
-                    _call_line(name, signature))
+            Problem(
+                name,
+                f"{describe_call(args, kwargs)} ({error})",
+                f"arguments as in {name}{_short(signature)}",
+                _call_line(name, signature),
+            )
         ) from error
     bound.apply_defaults()
     config = {k: v for k, v in bound.arguments.items() if v is not INFERRED}
@@ -194,8 +202,8 @@ def _construct(
 
     spec, template = _first_that_reads(plan, specify, structure, modules)
     keys = [a for s in streams.values() for a in (s.key.get_value(), s.count.get_value())]
-    given = modules | {rngs_name: rngs} | {f"{rngs_name}.{n}": s for n, s in streams.items()}
-    _lifecycle.build(layer, spec, template, keys, given)
+    given: dict[str, Any] = {**modules, "rngs": rngs} | {f"rngs.{n}": s for n, s in streams.items()}
+    build(layer, spec, template, keys, given)
     for n, draws in template.blueprint.draws.items():
         if draws:
             streams[n].count.set_raw_value(streams[n].count.get_value() + np.uint32(draws))
@@ -214,11 +222,17 @@ def _call_line(name: str, signature: inspect.Signature) -> str:
 def _read_streams(name: str, rngs: Any) -> dict[str, nnx.RngStream]:
     if rngs is None:
         return {}
-    streams = {"": rngs} if isinstance(rngs, nnx.RngStream) else dict(rngs.items()) if isinstance(rngs, nnx.Rngs) else None
+    streams = (
+        {"": rngs} if isinstance(rngs, nnx.RngStream) else dict(rngs.items()) if isinstance(rngs, nnx.Rngs) else None
+    )
     if streams is None or any(s.key.get_value().shape != () for s in streams.values()):
         raise ConfigurationError(
-            Problem(name, f"rngs={describe(rngs) if streams is None else 'streams of several keys'}",
-                    "an nnx.Rngs with one key a stream", f"{name}(..., rngs=nnx.Rngs(0))")
+            Problem(
+                name,
+                f"rngs={describe(rngs) if streams is None else 'streams of several keys'}",
+                "an nnx.Rngs with one key a stream",
+                f"{name}(..., rngs=nnx.Rngs(0))",
+            )
         )
     return streams
 
@@ -264,8 +278,12 @@ def _initialize_parameters(layer: Any, plan: Plan, args: tuple[Any, ...], kwargs
         reason = " ".join(str(error).split())
         sizes = ", ".join(f"{k}={v}" for k, v in values.items())
         raise ShapeInferenceError(
-            Problem(_graph.place(layer, type(layer).__name__), f"{describe_call(args, kwargs)}, so {sizes}",
-                    f"sizes that {plan.cls.__name__} takes; it says: {reason}", "an input of another width")
+            Problem(
+                _graph.place(layer, type(layer).__name__),
+                f"{describe_call(args, kwargs)}, so {sizes}",
+                f"sizes that {plan.cls.__name__} takes; it says: {reason}",
+                "an input of another width",
+            )
         ) from error
 
 
@@ -294,10 +312,10 @@ def infer_values(layer: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str
     except Exception as error:
         needed = f"a call from which infer can tell the sizes; it raised {type(error).__name__}: {error}"
         write = "a call with the arguments that the layer's forward takes"
-        if isinstance(error, Fact):
+        if isinstance(error, NotInferableError):
             needed, write = error.needed, error.write
         where = _graph.place(layer, type(layer).__name__)
-        cause = None if isinstance(error, Fact) else error
+        cause = None if isinstance(error, NotInferableError) else error
         raise ShapeInferenceError(Problem(where, describe_call(args, kwargs), needed, write)) from cause
     problem = _wrong_values(spec, values) or _zero(values)
     if problem is not None:
@@ -307,7 +325,7 @@ def infer_values(layer: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str
     return {k: _plain(v) for k, v in values.items()}
 
 
-class Fact(Exception):
+class NotInferableError(Exception):
     """Raised by the built-in ``infer`` functions: what is needed, and the line to write."""
 
     def __init__(self, needed: str, write: str) -> None:
@@ -329,22 +347,30 @@ def _wrong_values(spec: LayerSpec, values: Any) -> tuple[str, str, str] | None:
             if not _is_dimension(leaf):
                 return f"infer returned {name}={leaf!r}", needed, write
             if as_size(leaf) is None:
-                return (f"{name}={leaf}, a symbolic size", "a concrete feature axis: parameters need their sizes, only "
-                        "batch axes may be symbolic", "an input whose feature axis is an int")
+                return (
+                    f"{name}={leaf}, a symbolic size",
+                    "a concrete feature axis: parameters need their sizes, only batch axes may be symbolic",
+                    "an input whose feature axis is an int",
+                )
     return None
 
 
 def _is_dimension(value: Any) -> bool:
-    size = as_size(value) if not isinstance(value, jax.core.Tracer) else None
-    return (size is not None and size >= 0) or export.is_symbolic_dim(value)
+    if isinstance(value, Tracer):
+        return False
+    size = as_size(value)
+    return export.is_symbolic_dim(value) if size is None else size >= 0
 
 
 def _zero(values: Mapping[str, Any]) -> tuple[str, str, str] | None:
     zero = [k for k, v in values.items() if any(as_size(leaf) == 0 for leaf in jax.tree.leaves(v))]
     if not zero:
         return None
-    return (", ".join(f"{k}=0" for k in zero), "at least one feature: an initializer divides by their number",
-            "an input whose feature axis is not empty")
+    return (
+        ", ".join(f"{k}=0" for k in zero),
+        "at least one feature: an initializer divides by their number",
+        "an input whose feature axis is not empty",
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -375,7 +401,7 @@ def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
     """Pickle by the lazy class if it can be imported, else by the class and ``infer`` that it was made of."""
     cls = type(self)
     if _importable(cls):
-        return object.__reduce_ex__(self, protocol)
+        return object.__reduce_ex__(self, protocol)  # type: ignore[return-value]
     plan: Plan = cls._lazymods_plan
     return _restore, (plan.cls, plan.infer, cls.__name__, cls.__module__), self.__getstate__()
 
@@ -394,4 +420,3 @@ def _importable(cls: type) -> bool:
 
 def _restore(cls: type, infer: Infer, name: str, module: str) -> Any:
     return object.__new__(make(Plan(cls, infer), name=name, module=module))
-

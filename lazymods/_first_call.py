@@ -28,6 +28,7 @@ from lazymods._errors import (
 )
 from lazymods._graph import LOCAL, STATE
 from lazymods._placeholder import UninitializedVariable
+from lazymods._snapshot import Snapshot
 
 _LOOPS = ("scan", "while_loop", "while_loop_body", "fori_loop", "fori_loop_body")
 
@@ -55,7 +56,7 @@ def attempt(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
     if LOCAL.session is not None:
         yield
         return
-    snapshot = _lifecycle.Snapshot(layer)
+    snapshot = Snapshot(layer)
     try:
         yield
     except BaseException as error:
@@ -178,18 +179,28 @@ def is_carried(layer: Any) -> bool:
         return False
     tags = _compat.carrying_transforms(layer)
     if "grad" in tags:
-        _refuse(layer, "its first call inside nnx.grad (or nnx.value_and_grad), of which it is an argument",
-                "parameters to differentiate with respect to: none exist yet")
+        _refuse(
+            layer,
+            "its first call inside nnx.grad (or nnx.value_and_grad), of which it is an argument",
+            "parameters to differentiate with respect to: none exist yet",
+        )
     if any(tag in _LOOPS for tag in tags if isinstance(tag, str)) and _has_static_keys(layer):
-        _refuse(layer, "its first call inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)",
-                "the same parameters before and after every step of the loop")
+        _refuse(
+            layer,
+            "its first call inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)",
+            "the same parameters before and after every step of the loop",
+        )
     if tags:
         return True
     if vars(layer)[STATE].built_in(birth):
         return False
-    return _refuse(layer, "its first call on a copy, as an argument of jax.jit, jax.vmap or another JAX transform, of "
-                   "nnx.eval_shape, or made by nnx.merge inside one",
-                   "parameters that outlive the call: those made here would be lost", eval_shape=True)
+    return _refuse(
+        layer,
+        "its first call on a copy, as an argument of jax.jit, jax.vmap or another JAX transform, of "
+        "nnx.eval_shape, or made by nnx.merge inside one",
+        "parameters that outlive the call: those made here would be lost",
+        eval_shape=True,
+    )
 
 
 def _has_static_keys(layer: Any) -> bool:

@@ -15,6 +15,7 @@ from lazymods._graph import STATE, dotted
 from lazymods._placeholder import UninitializedVariable
 from lazymods._report import ShapeReport, report_of
 from lazymods._session import Session, Visit
+from lazymods._snapshot import Snapshot
 
 
 def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
@@ -74,7 +75,7 @@ def materialize(model: nnx.Module, *args: Any, device: Any = None, dtype: Any = 
     """
     dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     with _lifecycle.LOCK:
-        snapshot = _lifecycle.Snapshot(model)
+        snapshot = Snapshot(model)
         place = contextlib.nullcontext() if device is None else jax.default_device(device)
         try:
             session = Session(model, args, kwargs).run()

@@ -1,9 +1,8 @@
 """From lazy to ready: the only place that fills a layer's slots and swaps its class.
 
 A lazy layer has the attributes of the class it will become, placeholders for its Variables, and one more static
-attribute, its :class:`LazyState`. :func:`build` makes it so; :func:`fill` computes the values that are missing,
-then writes all of them at once; :func:`settle` removes what made the layer lazy. A :class:`Snapshot` takes a
-layer, or a model, back to where it was.
+attribute, its ``LazyState`` (see ``_building``). :func:`fill` computes the values that are missing, then writes
+all of them at once; :func:`settle` removes what made the layer lazy.
 
 Values are made where the layer was born: in plain Python for a layer that is closed over by a transform, since
 its keys are concrete; inside the transform for one that was built there. So no tracer is ever stored in an
@@ -13,7 +12,7 @@ object that outlives it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,170 +20,18 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _compat, _graph
-from lazymods._blueprint import Blueprint, Container, Given, Node, Slot, Static
+from lazymods._blueprint import Blueprint, Node, Slot, Static
+from lazymods._building import Builder
 from lazymods._errors import Problem, ShapeInferenceError
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import (
     UninitializedArray,
     UninitializedVariable,
-    placeholder,
-    placeholder_type,
     show_shape,
 )
-from lazymods._recipe import Recipe, StaticKeys
 from lazymods._spec import LayerSpec, SlotSource, Template, same_static
 
 LOCK = threading.RLock()  # one initialization at a time, in whatever thread
-
-
-class LazyState:
-    """What makes a layer lazy: the spec it was configured with, and the trace in which it was built.
-
-    Two states are equal if their specs are: the trace is not part of a jit cache key.
-    """
-
-    def __init__(self, spec: LayerSpec | None = None, given: Mapping[str, Path] | None = None) -> None:
-        self.spec = spec
-        self.given = dict(given or {})
-        trace = _compat.current_trace()
-        self.home = None if trace is _compat.eval_trace() else _compat.weak(trace)
-
-    def built_in(self, trace: Any) -> bool:
-        """Whether the layer was built in ``trace`` (rather than copied into it)."""
-        return trace is _compat.eval_trace() if self.home is None else self.home() is trace
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LazyState) and self.spec == other.spec and self.given == other.given
-
-    def __hash__(self) -> int:
-        return hash(self.spec)
-
-    def __repr__(self) -> str:
-        return f"LazyState({self.spec})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LazyState:
-        return self
-
-    def __getstate__(self) -> tuple[Any, ...]:
-        return self.spec, self.given
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.spec, self.given = state
-        self.home = None
-
-
-class Snapshot:
-    """The classes, attributes and Variable contents of objects, to go back to."""
-
-    def __init__(self, *roots: Any) -> None:
-        self._nodes: list[tuple[Any, type, dict[str, Any]]] = []
-        self._containers: list[tuple[Any, Any]] = []
-        self._variables: list[tuple[Any, type, Any, dict[str, Any]]] = []
-        seen: set[int] = set()
-        for root in roots:
-            self._take(root, seen)
-
-    def _take(self, value: Any, seen: set[int]) -> None:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        if isinstance(value, nnx.Variable):
-            self._variables.append((value, type(value), value.get_raw_value(), value.get_metadata()))
-            return
-        if isinstance(value, nnx.Pytree):
-            self._nodes.append((value, type(value), dict(vars(value))))
-        elif isinstance(value, (dict, list)):
-            self._containers.append((value, value.copy()))
-        for _, child in _graph.children(value):
-            if isinstance(child, (nnx.Variable, nnx.Pytree, dict, list, tuple)):
-                self._take(child, seen)
-
-    def restore(self) -> None:
-        """Put everything back."""
-        for node, cls, attributes in self._nodes:
-            vars(node).clear()
-            vars(node).update(attributes)
-            _compat.set_class(node, cls)
-        for container, contents in self._containers:
-            container.clear()
-            container.extend(contents) if isinstance(container, list) else container.update(contents)
-        for variable, cls, raw, metadata in self._variables:
-            _compat.write_variable(variable, cls, raw, metadata)
-
-
-# ---------------------------------------------------------------- building
-
-
-def build(layer: Any, spec: LayerSpec, template: Template, keys: Sequence[Any], given: Mapping[str, Any]) -> None:
-    """Give a new lazy layer its attributes and placeholders.
-
-    Args:
-        layer: The object, still without attributes.
-        spec: Its spec.
-        template: The template of the spec.
-        keys: Key and counter of each stream, as they are before the layer draws from them.
-        given: What the caller handed in and the layer keeps, by argument name.
-    """
-    builder = _Builder(spec, template, keys, given)
-    root = template.blueprint.root
-    for name, description in root.attributes.items():
-        if (name,) not in template.pending:
-            object.__setattr__(layer, name, builder.make(description, (name,)))
-    names = {k: v for k, v in root.data_names.items() if (k,) not in template.pending}
-    _compat.set_data_names(layer, names)
-    places = {d.argument: p for p, d in _given(root, ())}
-    object.__setattr__(layer, STATE, LazyState(spec, {a: places[a] for a in spec.modules if a in places}))
-
-
-def _given(description: Any, path: Path) -> Iterator[tuple[Path, Given]]:
-    if isinstance(description, Given):
-        yield path, description
-    elif isinstance(description, Node):
-        for name, child in description.attributes.items():
-            yield from _given(child, (*path, name))
-
-
-class _Builder:
-    """Makes objects from descriptions: placeholders for slots, one object for a shared description."""
-
-    def __init__(self, spec: LayerSpec, template: Template, keys: Sequence[Any], given: Mapping[str, Any]) -> None:
-        self.spec, self.template, self.given = spec, template, given
-        self.arrays = tuple(keys)
-        self.keys = StaticKeys(keys) if all(_compat.is_concrete(k) for k in keys) else tuple(keys)
-        self.made: dict[int, Any] = {}
-
-    def make(self, description: Any, path: Path) -> Any:
-        if isinstance(description, Static):
-            return description.fresh()
-        if isinstance(description, Given):
-            return self.given[description.argument]
-        if isinstance(description, Container):
-            pairs = [(k, self.make(d, (*path, k))) for k, d in description.items]
-            return dict(pairs) if description.cls is dict else description.cls(v for _, v in pairs)
-        if id(description) not in self.made:
-            made = self._slot(description) if isinstance(description, Slot) else self._node(description, path)
-            self.made[id(description)] = made
-        return self.made[id(description)]
-
-    def _node(self, description: Node, path: Path) -> Any:
-        node = _compat.new_object(description.cls)
-        self.made[id(description)] = node
-        for name, child in description.attributes.items():
-            if (*path, name) not in self.template.pending:
-                object.__setattr__(node, name, self.make(child, (*path, name)))
-        names = {k: v for k, v in description.data_names.items() if (*path, k) not in self.template.pending}
-        _compat.set_data_names(node, names)
-        return node
-
-    def _slot(self, slot: Slot) -> Any:
-        metadata = dict(slot.metadata) | _compat.default_metadata()
-        if slot.cls is not None and issubclass(slot.cls, nnx.RngState):  # random state depends on no size
-            value = self.template.blueprint.run([slot], self.arrays)[0]
-            return _compat.new_variable(slot.cls, value, metadata)
-        shape = self.template.shapes[slot.path]
-        source = SlotSource(self.spec, slot.path)
-        recipe = Recipe(source, shape, slot.dtype, dotted(slot.path), self.keys)
-        return placeholder(UninitializedArray if slot.cls is None else placeholder_type(slot.cls), recipe, metadata)
 
 
 # ---------------------------------------------------------------- filling
@@ -280,7 +127,7 @@ def _add_new_slots(layer: Any, blueprint: Blueprint) -> None:
         return
     keys = next((v.recipe.keys for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)), ())
     shapes = {p: s.shape for p, s in blueprint.slots.items()}
-    builder = _Builder(spec, Template(blueprint, shapes, {}, frozenset()), keys, modules_of(layer))
+    builder = Builder(spec, Template(blueprint, shapes, {}, frozenset()), keys, modules_of(layer))
     for name, description in blueprint.root.attributes.items():
         if name not in vars(layer) and _has_new(description, template):
             object.__setattr__(layer, name, builder.make(description, (name,)))
@@ -301,7 +148,8 @@ def _check_held(spec: LayerSpec, blueprint: Blueprint, held: Mapping[Path, tuple
         if isinstance(value, UninitializedVariable):
             known = value.recipe.shape
             wrong = known is not None and (
-                len(known) != len(slot.shape) or any(k is not None and k != d for k, d in zip(known, slot.shape))
+                len(known) != len(slot.shape)
+                or any(k is not None and k != d for k, d in zip(known, slot.shape, strict=True))
             )
             got = "nothing known" if known is None else f"a placeholder of shape {show_shape(known)}"
         else:
@@ -309,8 +157,12 @@ def _check_held(spec: LayerSpec, blueprint: Blueprint, held: Mapping[Path, tuple
             wrong, got = shape != slot.shape, f"a value of shape {shape}"
         if wrong:
             problems.append(
-                Problem(f"{dotted(path)} of {spec.name}", got, f"shape {slot.shape}, by the sizes inferred",
-                        f"an input whose sizes give {dotted(path)} that shape")
+                Problem(
+                    f"{dotted(path)} of {spec.name}",
+                    got,
+                    f"shape {slot.shape}, by the sizes inferred",
+                    f"an input whose sizes give {dotted(path)} that shape",
+                )
             )
     if problems:
         raise ShapeInferenceError(*problems)
@@ -327,14 +179,14 @@ def _compute(spec: LayerSpec, blueprint: Blueprint, empty: Mapping[Path, Any]) -
             arrays[path] = recipe.make(slot.shape)
             continue
         for keys, paths in groups:
-            if keys is recipe._keys:
+            if keys is recipe.key_source:
                 paths.append(path)
                 break
         else:
-            groups.append((recipe._keys, [path]))
+            groups.append((recipe.key_source, [path]))
     for _, paths in groups:
         made = blueprint.run([blueprint.slots[p] for p in paths], empty[paths[0]].recipe.keys)
-        for path, array in zip(paths, made):
+        for path, array in zip(paths, made, strict=True):
             dtype = empty[path].recipe.dtype
             arrays[path] = array if array.dtype == dtype else array.astype(dtype)
     return arrays
@@ -487,8 +339,9 @@ def values_from_slots(layer: Any) -> dict[str, Any] | None:
     sizes, conflicts = spec.solve(template, shapes)
     if conflicts:
         raise ShapeInferenceError(
-            *(Problem(spec.name, c, "entries that agree on every size", "arrays of one and the same layer")
-              for c in conflicts)
+            *(
+                Problem(spec.name, c, "entries that agree on every size", "arrays of one and the same layer")
+                for c in conflicts
+            )
         )
     return spec.values(sizes) if set(sizes) >= set(spec.size_names) else None
-

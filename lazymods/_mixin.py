@@ -14,6 +14,7 @@ from typing import Any
 from flax import nnx
 
 from lazymods import _compat, _first_call, _graph, _lifecycle
+from lazymods._building import LazyState
 from lazymods._errors import PendingAttributeError, Problem
 from lazymods._graph import STATE
 
@@ -49,7 +50,7 @@ class LazyModuleMixin(nnx.Module):  # a Module, so that the layout is that of th
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object that is lazy from the start."""
         self = super().__new__(cls)
-        object.__setattr__(self, STATE, _lifecycle.LazyState())
+        object.__setattr__(self, STATE, LazyState())
         return self
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -102,8 +103,12 @@ class LazyModuleMixin(nnx.Module):  # a Module, so that the layout is that of th
             pending = state.spec.template.pending if not state.spec.modules else ()
             if (name,) in pending:
                 raise PendingAttributeError(
-                    Problem(type(self).__name__, f"a use of .{name}", "its sizes, which are not known yet",
-                            "model(x) or lm.materialize(model, x), first")
+                    Problem(
+                        type(self).__name__,
+                        f"a use of .{name}",
+                        "its sizes, which are not known yet",
+                        "model(x) or lm.materialize(model, x), first",
+                    )
                 )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

@@ -11,6 +11,7 @@ from flax import nnx
 from flax.nnx.training.optimizer import OptState
 
 from lazymods import _compat, _first_call, _graph, _lifecycle
+from lazymods._building import LazyState
 from lazymods._errors import PendingAttributeError, Problem, UninitializedError
 from lazymods._graph import STATE
 
@@ -51,7 +52,7 @@ class LazyOptimizer(nnx.Optimizer[Any]):
         self.step = OptState(jnp.array(0, dtype=jnp.uint32))
         self.tx = tx
         self.wrt = wrt
-        object.__setattr__(self, STATE, _lifecycle.LazyState())
+        object.__setattr__(self, STATE, LazyState())
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Make the state if there is none yet, then update as ``nnx.Optimizer`` does.
@@ -67,8 +68,12 @@ class LazyOptimizer(nnx.Optimizer[Any]):
         left = _uninitialized(model, self.wrt)
         if left:
             raise UninitializedError(
-                Problem(type(self).__name__, f"an update while {', '.join(left)} are uninitialized",
-                        "parameters with values, to make the optimizer's state from", "lm.materialize(model, x) before")
+                Problem(
+                    type(self).__name__,
+                    f"an update while {', '.join(left)} are uninitialized",
+                    "parameters with values, to make the optimizer's state from",
+                    "lm.materialize(model, x) before",
+                )
             )
         keep_class = _first_call.is_carried(self)
         with _compat.at_trace(_compat.birth_trace(self) or _compat.current_trace()):
@@ -87,8 +92,12 @@ class LazyOptimizer(nnx.Optimizer[Any]):
         """Say that the optimizer's state is pending."""
         if name == "opt_state" and STATE in vars(self):
             raise PendingAttributeError(
-                Problem(type(self).__name__, "a use of .opt_state", "the model's parameters, which have no values yet",
-                        "lm.materialize(model, x), then optimizer.update(model, grads)")
+                Problem(
+                    type(self).__name__,
+                    "a use of .opt_state",
+                    "the model's parameters, which have no values yet",
+                    "lm.materialize(model, x), then optimizer.update(model, grads)",
+                )
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 

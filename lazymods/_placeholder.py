@@ -10,7 +10,7 @@ optimizers that hold it stay right. Everything that would need a value or an unk
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -173,16 +173,24 @@ class UninitializedVariable(nnx.Variable[Any]):
             if self.recipe.keys or not isinstance(self.recipe.source, InitSource):
                 raise
             raise UninitializedError(
-                Problem(self.whereabouts(), "no key", f"its initializer draws random numbers ({error})",
-                        f"{type(self).__name__}(..., init=init, key=rngs.params())")
+                Problem(
+                    self.whereabouts(),
+                    "no key",
+                    f"its initializer draws random numbers ({error})",
+                    f"{type(self).__name__}(..., init=init, key=rngs.params())",
+                )
             ) from error
 
     def _given_value(self, shape: Shape, value: Any) -> Any:
         array = jnp.asarray(value, self.recipe.dtype)
         if array.shape != shape:
             raise ShapeInferenceError(
-                Problem(self.whereabouts(), f"a value {describe(array)}", f"shape {shape}, as asked for",
-                        "parameter.materialize(value.shape, value)")
+                Problem(
+                    self.whereabouts(),
+                    f"a value {describe(array)}",
+                    f"shape {shape}, as asked for",
+                    "parameter.materialize(value.shape, value)",
+                )
             )
         return array
 
@@ -202,9 +210,12 @@ class UninitializedVariable(nnx.Variable[Any]):
             twin = nnx.Variable(value, **{k: metadata[k] for k in names if k in metadata})
         except ValueError as error:
             raise LazyError(
-                Problem(_graph.place(self, self.whereabouts()), f"out_sharding={metadata['out_sharding']!r}",
-                        f"a mesh to shard it over; Flax says: {' '.join(str(error).split())}",
-                        "with jax.set_mesh(mesh): lm.materialize(model, x)")
+                Problem(
+                    _graph.place(self, self.whereabouts()),
+                    f"out_sharding={metadata['out_sharding']!r}",
+                    f"a mesh to shard it over; Flax says: {' '.join(str(error).split())}",
+                    "with jax.set_mesh(mesh): lm.materialize(model, x)",
+                )
             ) from error
         return twin.get_raw_value()
 
@@ -293,7 +304,7 @@ class UninitializedVariable(nnx.Variable[Any]):
     def _user_metadata(self) -> dict[str, Any]:
         return self.get_metadata(exclude_required=True)
 
-    def __nnx_repr__(self) -> Iterator[Any]:
+    def __nnx_repr__(self) -> Generator[Any, None, None]:
         """Show what is known inside the repr of a module."""
         yield reprlib.Object(type=type(self).__name__, same_line=True)
         yield reprlib.Attr("shape", _Bare("?" if self.recipe.shape is None else show_shape(self.recipe.shape)))
@@ -382,7 +393,7 @@ def fits(known: PartialShape | None, shape: Sequence[int]) -> bool:
     """Whether a whole shape agrees with a partial one."""
     if known is None:
         return True
-    return len(known) == len(shape) and all(k is None or k == d for k, d in zip(known, shape))
+    return len(known) == len(shape) and all(k is None or k == d for k, d in zip(known, shape, strict=True))
 
 
 def show_shape(shape: PartialShape) -> str:

@@ -64,15 +64,19 @@ class StaticKeys:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StaticKeys):
             return NotImplemented
-        same = len(self.arrays) == len(other.arrays) and all(a is b for a, b in zip(self.arrays, other.arrays))
+        same = len(self.arrays) == len(other.arrays) and all(
+            a is b for a, b in zip(self.arrays, other.arrays, strict=True)
+        )
         return same or self._bytes() == other._bytes()
 
     def __hash__(self) -> int:
         return hash(self._bytes())
 
     def __getstate__(self) -> list[Any]:
-        return [(str(jax.random.key_impl(a)), np.asarray(_key_data(a))) if _is_key(a) else (None, np.asarray(a))
-                for a in self.arrays]
+        return [
+            (str(jax.random.key_impl(a)), np.asarray(_key_data(a))) if _is_key(a) else (None, np.asarray(a))
+            for a in self.arrays
+        ]
 
     def __setstate__(self, state: list[Any]) -> None:
         self.arrays = tuple(
@@ -85,7 +89,7 @@ class StaticKeys:
 
 
 def _is_key(a: Any) -> bool:
-    return jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
 
 
 def _key_data(a: Any) -> Any:
@@ -100,17 +104,16 @@ class Recipe:
         shape: The partial shape; None where an axis is unknown, or as a whole if even the rank is.
         dtype: The dtype that the value gets, None for whatever is written first.
         label: The parameter's name in its layer, for messages.
+        key_source: The keys: static, or traced leaves. Placeholders of one layer share it.
     """
 
-    __slots__ = ("_keys", "dtype", "label", "shape", "source")
+    __slots__ = ("dtype", "key_source", "label", "shape", "source")
 
     def __init__(self, source: Source, shape: PartialShape | None, dtype: Any, label: str, keys: Any) -> None:
-        self.source, self.shape, self.dtype, self.label, self._keys = source, shape, dtype, label, keys
+        self.source, self.shape, self.dtype, self.label, self.key_source = source, shape, dtype, label, keys
 
     @classmethod
-    def build(
-        cls, source: Source, shape: PartialShape | None, dtype: Any, label: str, keys: Sequence[Any]
-    ) -> Recipe:
+    def build(cls, source: Source, shape: PartialShape | None, dtype: Any, label: str, keys: Sequence[Any]) -> Recipe:
         """Make a recipe; the keys are leaves if one of them is traced, else static."""
         concrete = all(_compat.is_concrete(k) for k in keys)
         return cls(source, shape, dtype, label, StaticKeys(keys) if concrete else tuple(keys))
@@ -118,17 +121,17 @@ class Recipe:
     @property
     def keys(self) -> tuple[Any, ...]:
         """The keys (and counters) that ``source.make`` takes."""
-        return self._keys.arrays if isinstance(self._keys, StaticKeys) else self._keys
+        return self.key_source.arrays if isinstance(self.key_source, StaticKeys) else self.key_source
 
     @property
     def is_static(self) -> bool:
         """Whether the recipe has no leaf."""
-        return isinstance(self._keys, StaticKeys)
+        return isinstance(self.key_source, StaticKeys)
 
     def replace(self, **changes: Any) -> Recipe:
         """Return a copy with another ``shape``, ``dtype`` or ``label``."""
         fields = {"source": self.source, "shape": self.shape, "dtype": self.dtype, "label": self.label} | changes
-        return Recipe(keys=self._keys, **fields)
+        return Recipe(keys=self.key_source, **fields)
 
     def make(self, shape: Shape) -> Any:
         """Return the initial value for ``shape``, in the recipe's dtype."""
@@ -137,17 +140,22 @@ class Recipe:
             value = value.astype(self.dtype)
         return value
 
-    def _static(self) -> tuple[Any, ...]:
+    def static(self) -> tuple[Any, ...]:
+        """Everything but the keys."""
         return self.source, self.shape, self.dtype, self.label
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Recipe):
             return NotImplemented
-        same_keys = len(self.keys) == len(other.keys) and all(a is b for a, b in zip(self.keys, other.keys))
-        return self._static() == other._static() and (same_keys or (self.is_static and self._keys == other._keys))
+        same_keys = len(self.keys) == len(other.keys) and all(
+            a is b for a, b in zip(self.keys, other.keys, strict=True)
+        )
+        return self.static() == other.static() and (
+            same_keys or (self.is_static and self.key_source == other.key_source)
+        )
 
     def __hash__(self) -> int:
-        return hash(self._static())
+        return hash(self.static())
 
     def __repr__(self) -> str:
         return f"Recipe(shape={self.shape}, dtype={self.dtype}, label={self.label!r})"
@@ -158,8 +166,8 @@ class Recipe:
 
 def _flatten(recipe: Recipe) -> tuple[tuple[Any, ...], Any]:
     if recipe.is_static:
-        return (), (*recipe._static(), recipe._keys)
-    return recipe._keys, (*recipe._static(), None)
+        return (), (*recipe.static(), recipe.key_source)
+    return recipe.key_source, (*recipe.static(), None)
 
 
 def _unflatten(aux: Any, leaves: Sequence[Any]) -> Recipe:

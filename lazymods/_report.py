@@ -255,7 +255,9 @@ def _shape_of(name: str, value: Any) -> ParameterShape:
     raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
     if not hasattr(raw, "shape"):
         raw = np.asarray(raw) if isinstance(raw, (int, float, complex)) else None
-    return ParameterShape(name, None if raw is None else tuple(raw.shape), np.dtype(np.float32) if raw is None else raw.dtype)
+    return ParameterShape(
+        name, None if raw is None else tuple(raw.shape), np.dtype(np.float32) if raw is None else raw.dtype
+    )
 
 
 # ---------------------------------------------------------------- summary
@@ -303,4 +305,3 @@ def _flops(session: Any, path: Path, args: Any, kwargs: Any) -> float | None:
 
     cost = jax.jit(call).lower(state, arrays).cost_analysis()
     return None if cost is None else float(cost.get("flops", 0.0))
-

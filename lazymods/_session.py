@@ -20,7 +20,7 @@ from flax import nnx
 
 from lazymods import _compat, _first_call, _graph, _hooks, _lifecycle
 from lazymods._errors import LazyError, Problem, ShapeInferenceError, UninitializedError, describe_call
-from lazymods._graph import HOOKS, STATE, Path, dotted
+from lazymods._graph import HOOKS, Path, dotted
 
 INDEX = "_lazymods__index"
 _NOT_TRACEABLE = (
@@ -58,7 +58,7 @@ class Call:
     output: Any = None
 
 
-class _Restart(Exception):
+class _RestartError(Exception):
     """A layer was first met where it cannot change; run again with it initialized."""
 
 
@@ -103,7 +103,7 @@ class Session:
                 with self._active():
                     self._run()
                 return self
-            except _Restart:
+            except _RestartError:
                 continue
 
     @contextlib.contextmanager
@@ -126,7 +126,7 @@ class Session:
             model, *copies = nnx.merge(graphdef, state, copy=True)
             _fill_abstract([model, *copies])
             self._prepare(model)
-            filled = dict(enumerate(leaves)) | given | dict(zip(modules, copies))
+            filled = dict(enumerate(leaves)) | given | dict(zip(modules, copies, strict=True))
             args, kwargs = jax.tree.unflatten(treedef, [filled[i] for i in range(len(leaves))])
             output = self._call(model, args, kwargs)
             self.ready = self._finish(model)
@@ -137,19 +137,27 @@ class Session:
     def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return model(*args, **kwargs)
-        except (LazyError, _Restart):
+        except (LazyError, _RestartError):
             raise
         except _NOT_TRACEABLE as error:
             raise ShapeInferenceError(
-                Problem(self._where(), "a forward that decides on the values of arrays",
-                        "shapes and dtypes alone: there are no values in an abstract run", "model(x), once")
+                Problem(
+                    self._where(),
+                    "a forward that decides on the values of arrays",
+                    "shapes and dtypes alone: there are no values in an abstract run",
+                    "model(x), once",
+                )
             ) from error
         except (ValueError, TypeError) as error:
             call = self._stack[-1] if self._stack else Call((), args, kwargs)
             reason = " ".join(str(error).split())
             raise ShapeInferenceError(
-                Problem(self._where(), describe_call(call.args, call.kwargs),
-                        f"an input that the layer takes; it says: {reason}", "the call again with another input")
+                Problem(
+                    self._where(),
+                    describe_call(call.args, call.kwargs),
+                    f"an input that the layer takes; it says: {reason}",
+                    "the call again with another input",
+                )
             ) from error
         except Exception as error:
             error.add_note(f"in an abstract run of the model, at {self._where()}")
@@ -209,9 +217,12 @@ class Session:
         birth = _compat.birth_trace(layer)
         if index is None and birth is _compat.eval_trace():
             raise UninitializedError(
-                Problem(_own_name(layer), "a lazy layer that is no part of the model, reached by its forward",
-                        "every lazy layer as an attribute of the model, so that it can be sized with it",
-                        "self.layer = layer, in the model's __init__")
+                Problem(
+                    _own_name(layer),
+                    "a lazy layer that is no part of the model, reached by its forward",
+                    "every lazy layer as an attribute of the model, so that it can be sized with it",
+                    "self.layer = layer, in the model's __init__",
+                )
             )
         args, kwargs = _first_call.as_specs((args, kwargs))
         if index is None:  # made during the run
@@ -220,7 +231,7 @@ class Session:
             self._compare(layer, self.visits[index], args, kwargs)
         elif birth is not self._root():
             self._early[index] = (args, kwargs)
-            raise _Restart
+            raise _RestartError
         else:
             self.visits[index] = visit = Visit(self.lazy[index][1], args, kwargs)
             visit.values = self._fill(layer, args, kwargs)
@@ -240,10 +251,12 @@ class Session:
         if values != visit.values:
             first = describe_call(visit.args, visit.kwargs)
             raise ShapeInferenceError(
-                Problem(_graph.place(layer, _own_name(layer)),
-                        f"{describe_call(args, kwargs)} ({_show(values)}) after {first} ({_show(visit.values)})",
-                        "the same sizes at every call: its parameters have one shape",
-                        "a layer of its own for each width")
+                Problem(
+                    _graph.place(layer, _own_name(layer)),
+                    f"{describe_call(args, kwargs)} ({_show(values)}) after {first} ({_show(visit.values)})",
+                    "the same sizes at every call: its parameters have one shape",
+                    "a layer of its own for each width",
+                )
             )
 
 
@@ -271,13 +284,12 @@ def _fill_abstract(roots: list[Any]) -> None:
         for variable in _graph.variables(root):
             raw = variable.get_raw_value()
             if isinstance(raw, jax.ShapeDtypeStruct):
-                is_key = jax.dtypes.issubdtype(raw.dtype, jax.dtypes.prng_key)
-                key = jax.random.key(0) if is_key else None
-                value = jnp.broadcast_to(key, raw.shape) if is_key else jax.lax.full(raw.shape, 0, raw.dtype)
-                variable.set_raw_value(value)
+                if jnp.issubdtype(raw.dtype, jax.dtypes.prng_key):
+                    variable.set_raw_value(jnp.broadcast_to(jax.random.key(0), raw.shape))
+                else:
+                    variable.set_raw_value(jax.lax.full(raw.shape, 0, raw.dtype))
 
 
 def _arrays_only(output: Any) -> Any:
     """Let JAX return what the model returned: arrays, and nothing for what is not."""
     return jax.tree.map(lambda v: v if isinstance(v, (jax.Array, np.ndarray, int, float, complex)) else None, output)
-

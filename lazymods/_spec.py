@@ -33,7 +33,7 @@ Sizes = dict[str, int]
 PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
 
-class Unhashable(Exception):
+class UnhashableError(Exception):
     """An argument cannot be part of a cache key."""
 
 
@@ -103,9 +103,10 @@ class LayerSpec:
         self.arguments = {k: v for k, v in self.config.items() if k not in options and k not in self.unknown}
         try:
             self.key: Any = (name, cls, freeze(self.config), freeze(self.unknown), options, streams, rngs_name, modules)
-        except Unhashable:
+        except UnhashableError:
             self.key = object()
         self._hash = hash(self.key)
+        self._own_template: Template | None = None
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, LayerSpec) and self.key == other.key)
@@ -123,7 +124,7 @@ class LayerSpec:
     def _given(self) -> dict[str, Any]:
         """The arguments that are not the class's own default: those need no pickling."""
         defaults = {n: p.default for n, p in constructor_parameters(self.cls).items()}
-        return {k: v for k, v in self.config.items() if v is not defaults.get(k, Unhashable)}
+        return {k: v for k, v in self.config.items() if v is not defaults.get(k, UnhashableError)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = self._given()
@@ -132,14 +133,26 @@ class LayerSpec:
                 pickle.dumps(value)
             except Exception as error:
                 raise SerializationError(
-                    Problem(self.name, f"{argument}={value!r}, which does not pickle ({error})",
-                            "arguments that pickle: a lazy layer is stored with those that it was given",
-                            f"a function defined at the top of a module for {argument}, or lm.materialize(...) first")
+                    Problem(
+                        self.name,
+                        f"{argument}={value!r}, which does not pickle ({error})",
+                        "arguments that pickle: a lazy layer is stored with those that it was given",
+                        f"a function defined at the top of a module for {argument}, or lm.materialize(...) first",
+                    )
                 ) from error
         streams = tuple((n, str(jax.random.key_impl(_example_key(d))), tag) for n, d, tag in self.streams)
         defaults = tuple(k for k in self.config if k not in given)
-        return _restore, (self.name, self.cls, given, defaults, self.unknown, self.options, streams, self.rngs_name,
-                          self.modules)
+        return _restore, (
+            self.name,
+            self.cls,
+            given,
+            defaults,
+            self.unknown,
+            self.options,
+            streams,
+            self.rngs_name,
+            self.modules,
+        )
 
     # ------------------------------------------------------------ sizes
 
@@ -173,12 +186,11 @@ class LayerSpec:
             modules: The arguments that are modules.
         """
         if modules or not isinstance(self.key, tuple):
-            return self._trace(values, modules, None)
-        config = jax.config
-        context = (config.jax_enable_x64, config.jax_numpy_dtype_promotion, nnx.var_defaults().hijax)
-        return _cached_blueprint(self, freeze(dict(values)), context, _Ignored(values))
+            return self.trace(values, modules, None)
+        return _cached_blueprint(self, freeze(dict(values)), _context(), _Ignored(values))
 
-    def _trace(self, values: Mapping[str, Any], modules: Mapping[str, Any], probe: int | None) -> Blueprint:
+    def trace(self, values: Mapping[str, Any], modules: Mapping[str, Any], probe: int | None) -> Blueprint:
+        """Read the constructor, uncached; with ``probe``, on copies of the modules that have sizes of that kind."""
         counter = jax.ShapeDtypeStruct((), jnp.uint32)
         streams = {n: (jax.ShapeDtypeStruct((), dtype), counter, tag) for n, dtype, tag in self.streams}
         if probe is None:
@@ -187,10 +199,14 @@ class LayerSpec:
             prepare = functools.partial(_stand_ins, probe=probe)
         return _blueprint.trace(self.cls, self.arguments, values, modules, prepare, streams, self.rngs_name)
 
-    @functools.cached_property
+    @property
     def template(self) -> Template:
         """The template of a layer without module arguments, read once for all layers that are configured alike."""
-        return _cached_template(self) if isinstance(self.key, tuple) else self.probe({})
+        if isinstance(self.key, tuple):
+            return _cached_template(self, _context())
+        if self._own_template is None:  # its arguments hold arrays, which a cache must not keep
+            self._own_template = self.probe({})
+        return self._own_template
 
     def probe(self, modules: Mapping[str, Any]) -> Template:
         """Read the constructor at several sizes and compare.
@@ -214,7 +230,7 @@ class LayerSpec:
 
         def read(sizes: Sizes, probe: int = scale) -> Blueprint:
             values = self.values(sizes)
-            return self._trace(values, modules, probe) if modules else self.blueprint(values, {})
+            return self.trace(values, modules, probe) if modules else self.blueprint(values, {})
 
         base = read(first)
         others = [(n, first | {n: 2 * first[n]}) for n in names]
@@ -243,7 +259,7 @@ class LayerSpec:
         while changed:
             changed = False
             for path, shape in shapes.items():
-                for axis, length in zip(template.axes[path], shape):
+                for axis, length in zip(template.axes[path], shape, strict=True):
                     found = axis.solve(length, sizes)
                     if found is not None:
                         name, value = found
@@ -252,11 +268,13 @@ class LayerSpec:
                             conflicts.append(f"{name} would be {value} by {_dotted(path)} of shape {shape}")
                         sizes[name] = int(value)
         for path, shape in shapes.items():
-            for i, (axis, length) in enumerate(zip(template.axes[path], shape)):
+            for i, (axis, length) in enumerate(zip(template.axes[path], shape, strict=True)):
                 if axis.factors and set(axis.factors) <= set(sizes):
                     expected = axis.offset + sum((f * sizes[n] for n, f in axis.factors.items()), Fraction(0))
                     if expected != length:
-                        conflicts.append(f"axis {i} of {_dotted(path)} is {length}, but other entries make it {expected}")
+                        conflicts.append(
+                            f"axis {i} of {_dotted(path)} is {length}, but other entries make it {expected}"
+                        )
         return sizes, conflicts
 
 
@@ -348,19 +366,24 @@ class _Ignored:
 
 @functools.lru_cache(maxsize=4096)
 def _cached_blueprint(spec: LayerSpec, key: Any, context: Any, values: _Ignored) -> Blueprint:
-    return spec._trace(values.value, {}, None)
+    return spec.trace(values.value, {}, None)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_template(spec: LayerSpec) -> Template:
+def _cached_template(spec: LayerSpec, context: Any) -> Template:
     return spec.probe({})
+
+
+def _context() -> Any:
+    """What, outside of the arguments, a constructor's result depends on."""
+    return jnp.result_type(float), nnx.var_defaults().hijax
 
 
 def freeze(value: Any) -> Any:
     """Turn an argument into a hashable key that tells 1, True and 1.0 apart.
 
     Raises:
-        Unhashable: If it holds an array or anything else without a hash.
+        UnhashableError: If it holds an array or anything else without a hash.
     """
     if isinstance(value, (list, tuple)):
         return type(value), tuple(freeze(v) for v in value)
@@ -369,11 +392,11 @@ def freeze(value: Any) -> Any:
     if isinstance(value, float):
         return float, value.hex()
     if isinstance(value, (jax.Array, np.ndarray, nnx.Pytree)):
-        raise Unhashable
+        raise UnhashableError
     try:
         hash(value)
     except TypeError as error:
-        raise Unhashable from error
+        raise UnhashableError from error
     return type(value), value
 
 
@@ -410,7 +433,9 @@ def _example_key(dtype: Any) -> Any:
     raise TypeError(f"unknown kind of random key {dtype}")
 
 
-def _restore(name: str, cls: type, given: Any, defaults: Any, unknown: Any, options: Any, streams: Any, *rest: Any) -> Any:
+def _restore(
+    name: str, cls: type, given: Any, defaults: Any, unknown: Any, options: Any, streams: Any, *rest: Any
+) -> Any:
     parameters = constructor_parameters(cls)
     config = {k: parameters[k].default for k in defaults} | given
     streams = tuple((n, jax.random.key(0, impl=impl).dtype, tag) for n, impl, tag in streams)
@@ -444,8 +469,12 @@ class SlotSource:
         """Compute the slot's value at the sizes that its shape tells (probe sizes for those it does not)."""
         if self.spec.modules:
             raise UninitializedError(
-                Problem(f"{_dotted(self.path)} of {self.spec.name}", "a parameter that depends on a wrapped module",
-                        "the wrapped module's sizes", SIZE_LINE)
+                Problem(
+                    f"{_dotted(self.path)} of {self.spec.name}",
+                    "a parameter that depends on a wrapped module",
+                    "the wrapped module's sizes",
+                    SIZE_LINE,
+                )
             )
         template = self.spec.template
         sizes, _ = self.spec.solve(template, {self.path: shape})
@@ -456,4 +485,3 @@ class SlotSource:
     def owner(self) -> str:
         """Name the layer."""
         return self.spec.name
-

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lazymods._factory import Fact
+from lazymods._factory import NotInferableError
 
 Config = Any
 
@@ -20,8 +20,10 @@ def size_at(x: Any, axis: int, *, least: int = 1) -> int:
     """Return the length of one axis."""
     rank = rank_of(x)
     if rank < max(least, axis + 1 if axis >= 0 else -axis):
-        raise Fact(f"an array of at least {max(least, abs(axis))} axes, whose axis {axis} holds the features",
-                   "layer(x) with x of shape (batch, ..., features)")
+        raise NotInferableError(
+            f"an array of at least {max(least, abs(axis))} axes, whose axis {axis} holds the features",
+            "layer(x) with x of shape (batch, ..., features)",
+        )
     return x.shape[axis]
 
 
@@ -34,7 +36,7 @@ def rank_of(x: Any) -> int:
     """Return the number of axes of an array."""
     shape = getattr(x, "shape", None)
     if shape is None:
-        raise Fact("an array as the first argument: its shape tells the sizes", "layer(jnp.asarray(x))")
+        raise NotInferableError("an array as the first argument: its shape tells the sizes", "layer(jnp.asarray(x))")
     return len(shape)
 
 
@@ -42,11 +44,13 @@ def check_rank(x: Any, ranks: Sequence[int], axes: str) -> None:
     """Refuse an array of any other rank."""
     if rank_of(x) not in ranks:
         wanted = " or ".join(map(str, ranks))
-        raise Fact(f"an array of {wanted} axes, {axes}", f"layer(x) with x of shape {axes}")
+        raise NotInferableError(f"an array of {wanted} axes, {axes}", f"layer(x) with x of shape {axes}")
 
 
 def check_divides(groups: int, features: int, what: str) -> None:
     """Refuse features that a group count does not divide."""
     if groups <= 0 or features % groups:
-        raise Fact(f"features that {what}={groups} divides, not {features}",
-                   f"an input with a multiple of {groups} features, or another {what}")
+        raise NotInferableError(
+            f"features that {what}={groups} divides, not {features}",
+            f"an input with a multiple of {groups} features, or another {what}",
+        )

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods._factory import Fact, Plan, make
+from lazymods._factory import NotInferableError, Plan, make
 from lazymods.nn._shapes import Config, check_divides, check_rank, last_axis, rank_of, size_at
 
 # ---------------------------------------------------------------- Linear
@@ -73,8 +73,9 @@ def _linear_general_prepare(config: dict[str, Any]) -> dict[str, Any]:
 
 
 LazyLinearGeneral = make(
-    Plan(nnx.LinearGeneral, _linear_general, ("in_features",), _linear_general_structure,
-         prepare=_linear_general_prepare),
+    Plan(
+        nnx.LinearGeneral, _linear_general, ("in_features",), _linear_general_structure, prepare=_linear_general_prepare
+    ),
     name="LazyLinearGeneral",
     module=__name__,
     doc="""A linear map over several axes without ``in_features``; becomes ``nnx.LinearGeneral``.
@@ -110,24 +111,32 @@ def _einsum_input_sizes(config: Config, inputs: Any) -> dict[str, Any]:
     before, dots, after = letters.partition("...")
     rank = rank_of(inputs)
     if rank < len(before) + len(after) or (not dots and rank != len(letters)):
-        raise Fact(f"an array with the axes {letters!r} of einsum_str", f"layer(x) with x of {len(letters)} axes")
-    tail = inputs.shape[rank - len(after) :] if after else ()
+        raise NotInferableError(
+            f"an array with the axes {letters!r} of einsum_str", f"layer(x) with x of {len(letters)} axes"
+        )
+    tail = tuple(inputs.shape)[rank - len(after) :]
     sizes: dict[str, Any] = {}
-    for letter, size in [*zip(before, inputs.shape), *zip(after, tail)]:
+    for letter, size in [*zip(before, inputs.shape, strict=False), *zip(after, tail, strict=True)]:
         if sizes.setdefault(letter, size) != size:
-            raise Fact(f"one size for {letter!r}, not {sizes[letter]} and {size}", "an input whose axes agree")
+            raise NotInferableError(
+                f"one size for {letter!r}, not {sizes[letter]} and {size}", "an input whose axes agree"
+            )
     return sizes
 
 
 def _einsum(config: Config, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
     found = _einsum_input_sizes(config, inputs)
-    _, kernel = _einsum_letters(config)
+    kernel = _einsum_letters(config)[1]
     for letter in kernel:
         given = config["sizes"].get(letter, found.get(letter))
         if given is None:
-            raise Fact(f"a size for {letter!r}, which the input does not carry", f"sizes={{{letter!r}: ...}}")
+            raise NotInferableError(
+                f"a size for {letter!r}, which the input does not carry", f"sizes={{{letter!r}: ...}}"
+            )
         if found.get(letter, given) != given:
-            raise Fact(f"size {given} for {letter!r}, as given, not {found[letter]}", "an input of that size")
+            raise NotInferableError(
+                f"size {given} for {letter!r}, as given, not {found[letter]}", "an input of that size"
+            )
     return {"kernel_shape": tuple(config["sizes"].get(c, found.get(c)) for c in kernel)}
 
 
@@ -178,8 +187,10 @@ def _conv_axes(rank: int) -> str:
 def _conv(config: Config, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
     rank = _kernel_rank(config)
     if rank_of(inputs) < rank + 1:
-        raise Fact(f"an array of at least {rank + 1} axes: {rank} of space, then features",
-                   f"layer(x) with x of shape (batch, {', '.join(['space'] * rank)}, features)")
+        raise NotInferableError(
+            f"an array of at least {rank + 1} axes: {rank} of space, then features",
+            f"layer(x) with x of shape (batch, {', '.join(['space'] * rank)}, features)",
+        )
     features = last_axis(inputs)
     check_divides(config.get("feature_group_count", 1), features, "feature_group_count")
     return {"in_features": features}
@@ -222,7 +233,7 @@ _CONV_DOC = """A {kind} without ``in_features``{rank}; becomes ``nnx.{target}``.
 
 
 def _make_conv(cls: type, name: str, rank: int | None = None) -> Any:
-    kind = "transposed convolution" if cls is nnx.ConvTranspose else "convolution"
+    kind: str = "transposed convolution" if cls is nnx.ConvTranspose else "convolution"
     axes = "(batch, space..., features)" if rank is None else _conv_axes(rank)
     doc = _CONV_DOC.format(
         kind=kind,
@@ -256,14 +267,22 @@ def _embed_structure(config: Config) -> dict[str, Any]:
 def _embed(config: Config, *_: Any, **__: Any) -> dict[str, Any]:
     missing = [n for n in ("num_embeddings", "features") if config[n] is None]
     if missing:
-        raise Fact(f"{' and '.join(missing)}: the indices do not tell how large the table is",
-                   "LazyEmbed(num_embeddings, features, rngs=rngs), or load the table from a checkpoint")
+        raise NotInferableError(
+            f"{' and '.join(missing)}: the indices do not tell how large the table is",
+            "LazyEmbed(num_embeddings, features, rngs=rngs), or load the table from a checkpoint",
+        )
     return {}
 
 
 LazyEmbed = make(
-    Plan(nnx.Embed, _embed, (), _embed_structure, entries={"attend": lambda config, query, **kwargs: ((query,), {})},
-         optional=("num_embeddings", "features")),
+    Plan(
+        nnx.Embed,
+        _embed,
+        (),
+        _embed_structure,
+        entries={"attend": lambda config, query, **kwargs: ((query,), {})},
+        optional=("num_embeddings", "features"),
+    ),
     name="LazyEmbed",
     module=__name__,
     doc="""An embedding that is not initialized before it is used; becomes ``nnx.Embed``.

@@ -57,15 +57,21 @@ def _make_batch_norm(rank: int) -> Any:
     ranks = (2, 3) if rank == 1 else (rank + 2,)
     axes = f"(batch, {_SPACE[rank]}, features)"
     infer = _ranked(_batch_norm, ranks, axes + (" or (batch, features)" if rank == 1 else ""))
-    return _make(nnx.BatchNorm, f"LazyBatchNorm{rank}d", infer, "the input's size at ``axis``",
-                 f", whose input is {axes}")
+    return _make(
+        nnx.BatchNorm, f"LazyBatchNorm{rank}d", infer, "the input's size at ``axis``", f", whose input is {axes}"
+    )
 
 
 def _make_instance_norm(rank: int) -> Any:
     axes = f"(batch, {_SPACE[rank]}, features)"
     infer = _ranked(_feature_axes, (rank + 2,), axes)
-    return _make(nnx.InstanceNorm, f"LazyInstanceNorm{rank}d", infer, "the input's size at ``feature_axes``",
-                 f", whose input is {axes}")
+    return _make(
+        nnx.InstanceNorm,
+        f"LazyInstanceNorm{rank}d",
+        infer,
+        "the input's size at ``feature_axes``",
+        f", whose input is {axes}",
+    )
 
 
 LazyBatchNorm = _make(nnx.BatchNorm, "LazyBatchNorm", _batch_norm, "the input's size at ``axis``")

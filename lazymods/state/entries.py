@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -54,7 +55,7 @@ def raw_of(variable: nnx.Variable[Any]) -> Any:
 
 def is_key(value: Any) -> bool:
     """Whether a value is an array of random keys."""
-    return hasattr(value, "dtype") and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def leaf_of(value: Any, path: Path) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from lazymods import _graph, _hooks, _lifecycle
 from lazymods._errors import (
@@ -21,6 +22,7 @@ from lazymods._errors import (
 )
 from lazymods._graph import STATE, dotted
 from lazymods._placeholder import UninitializedArray, UninitializedVariable, fits, show_shape
+from lazymods._snapshot import Snapshot
 from lazymods.state.entries import IMPL, Place, is_key, leaf_of, places, raw_of
 from lazymods.state.values import as_array, cast, cast_problem, same_values
 
@@ -136,7 +138,7 @@ def load_state_dict(
         result = LoadResult(plan.missing, unexpected, plan.mismatched)
         hooked = [n for _, n in _graph.nodes(model) if _hooks.hooks_of(n, "load_state_dict_post")]
         _raise_problems(model, plan, result, strict=strict and not hooked)
-        snapshot = _lifecycle.Snapshot(model)
+        snapshot = Snapshot(model)
         try:
             _write(model, plan)
             for node in reversed(hooked):  # children before parents
@@ -161,7 +163,10 @@ def _run_pre_hooks(model: Any, given: dict[str, Any], strict: bool) -> dict[str,
     if messages:
         heading = f"a hook refuses the state dict for {type(model).__name__}"
         raise StateDictError(
-            *(Problem(type(model).__name__, m, "entries that the hook accepts", "another state dict") for m in messages),
+            *(
+                Problem(type(model).__name__, m, "entries that the hook accepts", "another state dict")
+                for m in messages
+            ),
             heading=heading,
         )
     return given
@@ -202,8 +207,12 @@ def _ties_agree(plan: _Plan, found: list[Place], given: dict[str, Any]) -> bool:
         if isinstance(a, UninitializedVariable) or isinstance(b, UninitializedVariable):
             continue
         if not same_values(a, b):
-            plan.problem(other, f"another value than {first.name}, to which it is tied in the model",
-                         "one value for what is one parameter", f"equal entries, or only {first.name}")
+            plan.problem(
+                other,
+                f"another value than {first.name}, to which it is tied in the model",
+                "one value for what is one parameter",
+                f"equal entries, or only {first.name}",
+            )
             return False
     return True
 
@@ -215,13 +224,16 @@ def _check_entry(plan: _Plan, found: list[Place], value: Any) -> None:
     if isinstance(value, UninitializedVariable):
         if not lazy:
             plan.uninitialized.append(
-                Problem(plan.where(place), f"an uninitialized entry of shape {_partial(value)}",
-                        f"a value: the model's parameter has one, {describe(current)}",
-                        "lm.materialize(other, x) before lm.state_dict(other)")
+                Problem(
+                    plan.where(place),
+                    f"an uninitialized entry of shape {_partial(value)}",
+                    f"a value: the model's parameter has one, {describe(current)}",
+                    "lm.materialize(other, x) before lm.state_dict(other)",
+                )
             )
         return
     array = as_array(value)
-    if array is None or (isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted()):
+    if array is None or (isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted()):
         got = f"a value of type {type(value).__name__}" if array is None else "an array that was deleted or donated"
         plan.problem(place, got, "an array of numbers", f"jnp.asarray(...) for {place.name}")
         return
@@ -261,8 +273,9 @@ def _check_key(plan: _Plan, place: Place, given: dict[str, Any]) -> None:
         got = f"{describe(value)} of a {named or 'nameless'} key"
         plan.problem(place, got, f"the data of a {impl} key, uint32", "lm.state_dict(model, include_rng=True)")
         return
-    if impl is not None and array.shape != jax.random.key_data(current).shape:
-        plan.mismatch(place, describe(array), f"shape {jax.random.key_data(current).shape}")
+    wanted = jax.eval_shape(jax.random.key_data, current).shape
+    if array.shape != wanted:
+        plan.mismatch(place, describe(array), f"shape {wanted}")
         return
     plan.writes[place.name] = _Write(place, jax.random.wrap_key_data(jnp.asarray(array), impl=impl or named))
 
@@ -292,7 +305,9 @@ def _check_lazy_layers(plan: _Plan) -> None:
             if not plan.skip:
                 where = f"{name} ({type(layer).__name__})" if name else type(layer).__name__
                 plan.problems.append(
-                    Problem(where, reason, "entries that agree on the layer's sizes", "entries of one and the same layer")
+                    Problem(
+                        where, reason, "entries that agree on the layer's sizes", "entries of one and the same layer"
+                    )
                 )
             break
 
@@ -320,13 +335,21 @@ def _raise_problems(model: Any, plan: _Plan, result: LoadResult, *, strict: bool
     problems = list(plan.problems)
     if strict:
         problems += [
-            Problem(name, "no entry in the state dict", "an entry for each parameter of the model",
-                    "strict=False to load the others, or lm.state_dict of a model like this one")
+            Problem(
+                name,
+                "no entry in the state dict",
+                "an entry for each parameter of the model",
+                "strict=False to load the others, or lm.state_dict of a model like this one",
+            )
             for name in result.missing
         ]
         problems += [
-            Problem(name, "an entry that the model has no parameter for", "only entries of the model",
-                    "strict=False to leave it out")
+            Problem(
+                name,
+                "an entry that the model has no parameter for",
+                "only entries of the model",
+                "strict=False to leave it out",
+            )
             for name in result.unexpected
         ]
     if plan.uninitialized:
@@ -350,8 +373,12 @@ def _write(model: Any, plan: _Plan) -> None:
             problem = error.problems[0] if error.problems else None
             got = problem.got if problem else str(error)
             raise StateDictError(
-                Problem(f"{dotted(path)} ({type(layer).__name__})", got, "entries that fit the layer",
-                        "entries of one and the same layer")
+                Problem(
+                    f"{dotted(path)} ({type(layer).__name__})",
+                    got,
+                    "entries that fit the layer",
+                    "entries of one and the same layer",
+                )
             ) from error
 
 
@@ -383,4 +410,3 @@ def _replace_leaf(tree: Any, path: Any, value: Any) -> Any:
     items = list(tree)
     items[key] = child
     return items if isinstance(tree, list) else tuple(items)
-

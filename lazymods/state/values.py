@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from lazymods._errors import describe
 
@@ -27,7 +28,7 @@ def as_array(value: Any) -> Any:
 
 
 def _is_numeric(array: Any) -> bool:
-    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return False
     return jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
 
@@ -69,7 +70,7 @@ def cast(array: Any, dtype: Any, like: Any) -> jax.Array:
     """
     out = jnp.array(array, dtype) if isinstance(array, np.ndarray) else array
     out = out if dtype is None or out.dtype == dtype else out.astype(dtype)
-    if isinstance(like, jax.Array) and not isinstance(like, jax.core.Tracer):
+    if isinstance(like, jax.Array) and not isinstance(like, Tracer):
         if like.committed and out.sharding != like.sharding:
             out = jax.device_put(out, like.sharding)
     return out
