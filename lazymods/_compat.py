@@ -7,11 +7,14 @@ jax 0.10.2, 0.11.2, 0.12.0 and flax 0.12.8, 0.12.10, 0.12.12, unless it says oth
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 from flax.nnx import graphlib
+from flax.nnx.transforms import iteration
 from flax.typing import HashableMapping
 from jax._src import core
 from jax._src import mesh as mesh_lib
@@ -87,6 +90,25 @@ def carrying_transforms(node: Any) -> list[Any]:
 
 
 # ---------------------------------------------------------------- Variables (flax)
+
+
+def mapping_axes(node: Any) -> list[Any]:
+    """Return the axes over which the running nnx.vmap and nnx.pmap calls map the arguments that hold ``node``.
+
+    Looks for the frames of ``iteration.VmapFn.__call__`` and ``PmapFn.__call__`` and reads ``self.in_axes`` and ``args``.
+    """
+    codes = {iteration.VmapFn.__call__.__code__, iteration.PmapFn.__call__.__code__}
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in codes and "args" in frame.f_locals:
+            axes, args = frame.f_locals["self"].in_axes, frame.f_locals["args"]
+            each = axes if isinstance(axes, (tuple, list)) else (axes,) * len(args)
+            for axis, arg in zip(each, args, strict=True):
+                if any(n is node for _, n in nnx.iter_graph(arg)):
+                    found += list(axis.axes) if isinstance(axis, nnx.StateAxes) else jax.tree.leaves(axis)
+        frame = frame.f_back
+    return [axis for axis in found if axis is not None]
 
 
 def new_variable(cls: type[nnx.Variable[Any]], raw: Any, metadata: dict[str, Any]) -> Any:

@@ -339,7 +339,7 @@ def _wrong_values(spec: LayerSpec, values: Any) -> tuple[str, str, str] | None:
     needed = f"a dict of positive ints for {', '.join(wanted) or 'nothing'}: the arguments that were not given"
     write = "return {" + ", ".join(f'"{n}": x.shape[-1]' for n in wanted) + "}"
     if not isinstance(values, Mapping):
-        return f"infer returned a {type(values).__name__}", needed, write
+        return f"infer returned {values!r}", needed, write
     if set(values) != set(wanted):
         return f"infer returned the arguments {sorted(map(str, values))}", needed, write
     for name, value in values.items():

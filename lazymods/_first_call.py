@@ -190,6 +190,14 @@ def is_carried(layer: Any) -> bool:
             "its first call inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)",
             "the same parameters before and after every step of the loop",
         )
+    if {"vmap", "pmap"} & {t for t in tags if isinstance(t, str)} and _has_static_keys(layer):
+        if _compat.mapping_axes(layer):
+            _refuse(
+                layer,
+                "its first call inside nnx.vmap (or nnx.pmap), which maps over its parameters",
+                "parameters that have the mapped axis: the model was built outside, with one set of random keys",
+                write="in_axes=(None, 0), or build the model under nnx.vmap too, with nnx.split_rngs",
+            )
     if tags:
         return True
     if vars(layer)[STATE].built_in(birth):
@@ -199,7 +207,7 @@ def is_carried(layer: Any) -> bool:
         "its first call on a copy, as an argument of jax.jit, jax.vmap or another JAX transform, of "
         "nnx.eval_shape, or made by nnx.merge inside one",
         "parameters that outlive the call: those made here would be lost",
-        eval_shape=True,
+        write=f"{_WRITE}; {_SHAPES}",
     )
 
 
@@ -207,15 +215,12 @@ def _has_static_keys(layer: Any) -> bool:
     return all(v.recipe.is_static for v in _graph.variables(layer) if isinstance(v, UninitializedVariable))
 
 
-def _refuse(layer: Any, got: str, needed: str, *, eval_shape: bool = False) -> NoReturn:
+_WRITE = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+_SHAPES = "for output shapes alone, lm.infer_shapes(model, x)"
+
+
+def _refuse(layer: Any, got: str, needed: str, *, write: str = _WRITE) -> NoReturn:
     names = [e.name for e in _graph.entries(layer) if isinstance(e.value, UninitializedVariable)]
     parameters = f" ({', '.join(names)})" if names else ""
-    shapes = "; for output shapes alone, lm.infer_shapes(model, x)" if eval_shape else ""
-    raise UninitializedError(
-        Problem(
-            where=_graph.place(layer, f"{type(layer).__name__}{parameters}"),
-            got=got,
-            needed=needed,
-            write=f"lm.materialize(model, x) before, or model(x) once outside of the transform{shapes}",
-        )
-    )
+    where = _graph.place(layer, f"{type(layer).__name__}{parameters}")
+    raise UninitializedError(Problem(where, got, needed, write))

@@ -120,12 +120,12 @@ def lazy_nodes(model: Any) -> list[tuple[Path, Any]]:
 # ---------------------------------------------------------------- naming a place in a message
 
 
-def place(target: Any, name: str) -> str:
+def place(target: Any, name: str, label: str = "") -> str:
     """Name an object by its path in the model that the callers hold: ``fc1 (LazyLinear)``.
 
     A layer does not know where it hangs. For a message, the callers' local variables are searched for modules
     that hold it, or for a placeholder one with the same recipe, since transforms and optimizers see copies. The
-    longest path wins; without one the name alone must do.
+    longest path wins; without one the label and the name must do.
     """
     best: Path = ()
     frame = sys._getframe(1)  # noqa: SLF001
@@ -137,7 +137,9 @@ def place(target: Any, name: str) -> str:
                 path = _path_to(target, value)
                 best = path if len(path) > len(best) else best
         frame = frame.f_back
-    return f"{dotted(best)} ({name})" if best else name
+    if best:
+        return f"{dotted(best)} ({name})"
+    return f"{label} ({name})" if label else name
 
 
 def _path_to(target: Any, model: Any) -> Path:

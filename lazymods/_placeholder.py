@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.nnx import reprlib
+from flax.typing import MISSING, Missing
 
 from lazymods import _compat, _graph
 from lazymods._errors import (
@@ -211,7 +212,7 @@ class UninitializedVariable(nnx.Variable[Any]):
         except ValueError as error:
             raise LazyError(
                 Problem(
-                    _graph.place(self, self.whereabouts()),
+                    _graph.place(self, self._kind(), self.recipe.label),
                     f"out_sharding={metadata['out_sharding']!r}",
                     f"a mesh to shard it over; Flax says: {' '.join(str(error).split())}",
                     "with jax.set_mesh(mesh): lm.materialize(model, x)",
@@ -232,6 +233,23 @@ class UninitializedVariable(nnx.Variable[Any]):
         raw = variable_state.get_raw_value()
         if not isinstance(variable_state, UninitializedVariable) and is_value(raw):
             _compat.write_variable(self, type(variable_state), raw, self.get_metadata())
+
+    def copy(self, value: Any = MISSING, **updates: Any) -> Any:
+        """Copy the placeholder; with a value, return the ordinary Variable that holds it.
+
+        Raises:
+            UninitializedError: If the value is none of a parameter's, such as a sharding for it.
+        """
+        value = updates.pop("value", value)
+        if isinstance(value, (Missing, Recipe)):
+            return super().copy(value, **updates)
+        if not is_value(value):
+            self._refuse(f"its sharding or plan ({type(value).__name__})")
+        updates.pop("_copy_ref", None)
+        return self.target.from_metadata(value, self.get_metadata() | updates)
+
+    replace = copy
+    to_state = copy
 
     def set_value(self, value: Any, *, index: Any = ...) -> None:
         """Assign the whole value (``p[...] = value``): the same as ``materialize(value.shape, value)``."""
@@ -277,9 +295,11 @@ class UninitializedVariable(nnx.Variable[Any]):
 
     def whereabouts(self) -> str:
         """Name the parameter: ``kernel (UninitializedParameter of LazyLinear)``."""
+        return f"{self.recipe.label} ({self._kind()})" if self.recipe.label else self._kind()
+
+    def _kind(self) -> str:
         owner = self.recipe.source.owner()
-        kind = f"{type(self).__name__} of {owner}" if owner else type(self).__name__
-        return f"{self.recipe.label} ({kind})" if self.recipe.label else kind
+        return f"{type(self).__name__} of {owner}" if owner else type(self).__name__
 
     def _problem(self, wanted: str, where: str) -> Problem:
         known = "" if self.recipe.shape is None else f" of shape {show_shape(self.recipe.shape)}"
@@ -291,7 +311,7 @@ class UninitializedVariable(nnx.Variable[Any]):
         )
 
     def _refuse(self, wanted: str) -> NoReturn:
-        raise UninitializedError(self._problem(wanted, _graph.place(self, self.whereabouts())))
+        raise UninitializedError(self._problem(wanted, _graph.place(self, self._kind(), self.recipe.label)))
 
     # ------------------------------------------------------------ showing, copying, pickling
 
