@@ -95,7 +95,7 @@ def carrying_transforms(node: Any) -> list[Any]:
 def mapping_axes(node: Any) -> list[Any]:
     """Return the axes over which the running nnx.vmap and nnx.pmap calls map the arguments that hold ``node``.
 
-    Looks for the frames of ``iteration.VmapFn.__call__`` and ``PmapFn.__call__`` and reads ``self.in_axes`` and ``args``.
+    Looks for the frames of ``iteration.VmapFn.__call__`` and ``PmapFn.__call__``; reads ``self.in_axes``, ``args``.
     """
     codes = {iteration.VmapFn.__call__.__code__, iteration.PmapFn.__call__.__code__}
     found = []

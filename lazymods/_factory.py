@@ -385,8 +385,7 @@ def _entry(plan: Plan, name: str) -> Any:
         if STATE in vars(self):
             config = MappingProxyType(vars(self)[STATE].spec.config)
             call_args, call_kwargs = plan.entries[name](config, *args, **kwargs)
-            with _first_call.attempt(self, call_args, call_kwargs):
-                _first_call.initialize(self, call_args, call_kwargs)
+            with _first_call.initialized(self, call_args, call_kwargs):
                 return inherited(self, *args, **kwargs)
         return inherited(self, *args, **kwargs)
 

@@ -43,23 +43,34 @@ def first_call(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], k
         kwargs: The call's keyword arguments.
     """
     before = type(layer)
-    with attempt(layer, args, kwargs):
-        initialize(layer, args, kwargs)
+    with initialized(layer, args, kwargs):
         if type(layer) is before:
             return forward(layer, *args, **kwargs)
         return layer(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def attempt(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Take the layer back to where it was if the body fails, and say which layer failed on what."""
+def initialized(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Initialize a lazy layer for the forward in the body; if either fails, it is back where it was.
+
+    Raises:
+        ShapeInferenceError: If the sizes do not follow from the arguments, or the forward of a layer of Flax
+            refuses them.
+    """
     if LOCAL.session is not None:
+        LOCAL.session.initialize(layer, args, kwargs)
         yield
         return
-    snapshot = Snapshot(layer)
+    snapshot = None
     try:
+        with _lifecycle.LOCK:
+            if STATE in vars(layer):  # else another thread was first
+                snapshot = Snapshot(layer)
+                finish(layer, args, kwargs, keep_class=is_carried(layer))
         yield
     except BaseException as error:
+        if snapshot is None:
+            raise
         with _lifecycle.LOCK:
             snapshot.restore()
         if isinstance(error, (ValueError, TypeError)) and not isinstance(error, LazyError) and _is_flax(layer):
@@ -90,18 +101,10 @@ def forward_error(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any], er
 
 
 def initialize(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Size and fill a lazy layer from the arguments of its first call, and finish it.
-
-    Raises:
-        UninitializedError: If the parameters would be lost in this context.
-        ShapeInferenceError: If the sizes do not follow from the arguments.
-    """
+    """Initialize a lazy layer without a forward, as the part of another that is being initialized."""
     if LOCAL.session is not None:
         LOCAL.session.initialize(layer, args, kwargs)
-        return
-    with _lifecycle.LOCK:
-        if STATE not in vars(layer):  # another thread was first
-            return
+    else:
         finish(layer, args, kwargs, keep_class=is_carried(layer))
 
 

@@ -105,8 +105,7 @@ class Hooked(nnx.Module):
             for hook in (h for h in pre if h.early):
                 args, kwargs = _run_pre(self, hook, args, kwargs)
             if STATE in vars(self):
-                with _first_call.attempt(self, args, kwargs):
-                    _first_call.initialize(self, args, kwargs)
+                with _first_call.initialized(self, args, kwargs):
                     args, kwargs, output = self._forward(pre, args, kwargs)
             else:
                 args, kwargs, output = self._forward(pre, args, kwargs)

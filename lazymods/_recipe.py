@@ -163,6 +163,10 @@ class Recipe:
     def __deepcopy__(self, memo: dict[int, Any]) -> Recipe:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        keys = self.key_source if self.is_static else StaticKeys(self.keys)
+        return Recipe, (self.source, self.shape, self.dtype, self.label, keys)
+
 
 def _flatten(recipe: Recipe) -> tuple[tuple[Any, ...], Any]:
     if recipe.is_static:
