@@ -5,6 +5,7 @@ __version__ = "0.1.0"
 from lazymods._errors import CheckpointError as CheckpointError
 from lazymods._errors import ConfigurationError as ConfigurationError
 from lazymods._errors import LazyError as LazyError
+from lazymods._errors import PendingAttributeError as PendingAttributeError
 from lazymods._errors import SerializationError as SerializationError
 from lazymods._errors import ShapeInferenceError as ShapeInferenceError
 from lazymods._errors import StateDictError as StateDictError

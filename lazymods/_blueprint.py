@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -259,7 +260,7 @@ def trace(
             call[rngs_name] = rngs = _make_rngs(mirrors)
             known |= {id(rngs): rngs_name} | {id(m): f"{rngs_name}.{name}" for name, m in mirrors.items()}
         with nnx.use_eager_sharding(False):
-            twin = cls(**call)
+            twin = _construct(cls, call)
         reader = _Reader(known)
         result["root"] = reader.describe(twin, ())
         result["slots"] = reader.slots
@@ -269,6 +270,13 @@ def trace(
     avals = [aval for key, count, _ in streams.values() for aval in (key, count)]
     program = jax.make_jaxpr(build)(*avals)
     return Blueprint(result["root"], result["slots"], program, result["draws"], values)
+
+
+def _construct(cls: type, arguments: dict[str, Any]) -> Any:
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in arguments]
+    in_order = [arguments.pop(n) for n in positional]
+    return cls(*in_order, **arguments)
 
 
 def _make_rngs(mirrors: Mapping[str, Stream]) -> nnx.Rngs | Stream:

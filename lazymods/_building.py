@@ -21,8 +21,14 @@ class LazyState:
     Two states are equal if their specs are: the trace is not part of a jit cache key.
     """
 
-    def __init__(self, spec: LayerSpec | None = None, given: Mapping[str, Path] | None = None) -> None:
+    def __init__(
+        self,
+        spec: LayerSpec | None = None,
+        given: Mapping[str, Path] | None = None,
+        keys: StaticKeys | None = None,
+    ) -> None:
         self.spec = spec
+        self.keys = keys
         self.given = dict(given or {})
         trace = _compat.current_trace()
         self.home = None if trace is _compat.eval_trace() else _compat.weak(trace)
@@ -44,10 +50,10 @@ class LazyState:
         return self
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.spec, self.given
+        return self.spec, self.given, self.keys
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.spec, self.given = state
+        self.spec, self.given, self.keys = state
         self.home = None
 
 
@@ -69,7 +75,9 @@ def build(layer: Any, spec: LayerSpec, template: Template, keys: Sequence[Any], 
     names = {k: v for k, v in root.data_names.items() if (k,) not in template.pending}
     _compat.set_data_names(layer, names)
     places = {d.argument: p for p, d in _given(root, ())}
-    object.__setattr__(layer, STATE, LazyState(spec, {a: places[a] for a in spec.modules if a in places}))
+    kept = {a: places[a] for a in spec.modules if a in places}
+    static = builder.keys if isinstance(builder.keys, StaticKeys) else None
+    object.__setattr__(layer, STATE, LazyState(spec, kept, static))
 
 
 def _given(description: Any, path: Path) -> Iterator[tuple[Path, Given]]:
@@ -117,7 +125,8 @@ class Builder:
         if slot.cls is not None and issubclass(slot.cls, nnx.RngState):  # random state depends on no size
             value = self.template.blueprint.run([slot], self.arrays)[0]
             return _compat.new_variable(slot.cls, value, metadata)
-        shape = self.template.shapes[slot.path]
+        # with a guessed structure not even the rank is sure
+        shape = None if self.spec.guesses else self.template.shapes[slot.path]
         source = SlotSource(self.spec, slot.path)
         recipe = Recipe(source, shape, slot.dtype, dotted(slot.path), self.keys)
         return placeholder(UninitializedArray if slot.cls is None else placeholder_type(slot.cls), recipe, metadata)

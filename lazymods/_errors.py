@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,7 @@ class SerializationError(LazyError, pickle.PicklingError):
 _PUBLIC = (
     LazyError,
     UninitializedError,
+    PendingAttributeError,
     ShapeInferenceError,
     StateDictError,
     CheckpointError,
@@ -116,7 +118,9 @@ _SHORT = {"float": "f", "int": "s", "uint": "u", "complex": "c", "bool": "pred"}
 
 def describe(value: Any) -> str:
     """Name a value as JAX does: ``f32[8,3]`` for arrays and specs, the type for the rest."""
-    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value  # a placeholder's recipe has a shape too
+    known = isinstance(raw, (nnx.Pytree, type))  # nnx.Rngs answers to any name
+    shape, dtype = (None, None) if known else (getattr(raw, "shape", None), getattr(raw, "dtype", None))
     if shape is None or dtype is None:
         return repr(value) if isinstance(value, (int, float, bool, str, type(None))) else type(value).__name__
     dims = ",".join("?" if d is None else str(d) for d in shape)

@@ -8,7 +8,10 @@ object placeholders. At the first call ``infer`` tells the missing arguments, an
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import itertools
+import pickle
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -23,13 +26,25 @@ from jax.core import Tracer
 from lazymods import _compat, _first_call, _graph, _lifecycle
 from lazymods._blueprint import Blueprint
 from lazymods._building import build
-from lazymods._errors import ConfigurationError, LazyError, Problem, ShapeInferenceError, describe, describe_call
+from lazymods._errors import (
+    ConfigurationError,
+    LazyError,
+    Problem,
+    SerializationError,
+    ShapeInferenceError,
+    describe,
+    describe_call,
+)
 from lazymods._graph import STATE
 from lazymods._mixin import LazyModuleMixin
-from lazymods._spec import LayerSpec, as_size, constructor_parameters
+from lazymods._spec import REFUSALS, LayerSpec, as_size, constructor_parameters
 
 Infer = Callable[..., dict[str, Any]]
-_REFUSALS = (ValueError, TypeError, ZeroDivisionError, AssertionError, IndexError)
+_NOT_TRACEABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 
 class _Inferred:
@@ -197,8 +212,9 @@ def _construct(
     takes_rngs = rngs_name if rngs is not None else None
     plain = {k: v for k, v in config.items() if k not in modules}
 
-    def specify(unknown: dict[str, Any]) -> LayerSpec:
-        return LayerSpec(name, plan.cls, plain, unknown, tuple(plan.options), described, takes_rngs, tuple(modules))
+    def specify(unknown: dict[str, Any], guesses: tuple[dict[str, Any], ...]) -> LayerSpec:
+        options = tuple(plan.options)
+        return LayerSpec(name, plan.cls, plain, unknown, options, described, takes_rngs, tuple(modules), guesses)
 
     spec, template = _first_that_reads(plan, specify, structure, modules)
     keys = [a for s in streams.values() for a in (s.key.get_value(), s.count.get_value())]
@@ -211,12 +227,18 @@ def _construct(
 
 def _short(signature: inspect.Signature) -> str:
     shown = [n if p.default is p.empty else f"{n}=..." for n, p in signature.parameters.items()]
-    return f"({', '.join(shown[:6])}{', ...' if len(shown) > 6 else ''}); options go by keyword, rngs is required"
+    note = "; options go by keyword" + (", rngs is required" if _needs_rngs(signature) else "")
+    return f"({', '.join(shown[:6])}{', ...' if len(shown) > 6 else ''}){note}"
+
+
+def _needs_rngs(signature: inspect.Signature) -> bool:
+    return "rngs" in signature.parameters and signature.parameters["rngs"].default is inspect.Parameter.empty
 
 
 def _call_line(name: str, signature: inspect.Signature) -> str:
     required = [n for n, p in signature.parameters.items() if p.default is p.empty and n != "rngs"]
-    return f"{name}({''.join(n + ', ' for n in required)}rngs=nnx.Rngs(0))"
+    rngs = ["rngs=nnx.Rngs(0)"] if _needs_rngs(signature) else []
+    return f"{name}({', '.join(required + rngs)})"
 
 
 def _read_streams(name: str, rngs: Any) -> dict[str, nnx.RngStream]:
@@ -251,16 +273,31 @@ def _first_that_reads(plan: Plan, specify: Any, structure: dict[str, Any], modul
     """Read the constructor; if it takes no ints for what is missing, try tuples of them."""
     guesses = [structure]
     if plan.structure is None and plan.inferred is None and structure:
-        guesses += [dict.fromkeys(structure, (None,) * n) for n in range(1, 5)]
+        shapes = (None, (None,), (None,) * 2, (None,) * 3, (None,) * 4)
+        combinations = itertools.islice(itertools.product(shapes, repeat=len(structure)), 1, 125)
+        guesses += [dict(zip(structure, c, strict=True)) for c in combinations]
     error: Exception | None = None
-    for guess in guesses:
-        spec = specify(guess)
+    for i, guess in enumerate(guesses):
+        spec = specify(guess, tuple(guesses[i + 1 :]) if i else ())
         try:
             return spec, spec.probe(modules) if modules else spec.template
-        except _REFUSALS as e:
+        except REFUSALS as e:
             error = error or e
     assert error is not None
-    raise error
+    raise _unreadable(plan.cls, error) from error
+
+
+def _unreadable(cls: type, error: Exception) -> LazyError:
+    """Make the error for a constructor that cannot be read at any size."""
+    name, reason = f"Lazy{cls.__name__}", str(error).strip().partition("\n")[0]
+    by_hand = f"class {name}(lm.LazyModuleMixin, {cls.__name__}) with an initialize_parameters of its own"
+    if isinstance(error, _NOT_TRACEABLE):
+        got = f"a constructor that decides on the values of arrays ({reason})"
+        needed = "a constructor that can be read without values: it is traced to learn its parameters"
+        return ConfigurationError(Problem(name, got, needed, by_hand))
+    got = f"{cls.__name__} refuses its arguments at every size that was tried: {type(error).__name__}: {reason}"
+    kind = ConfigurationError if isinstance(error, TypeError) else ShapeInferenceError
+    return kind(Problem(name, got, "arguments that the class takes for some size", f"other arguments, or {by_hand}"))
 
 
 # ---------------------------------------------------------------- the first call
@@ -274,7 +311,7 @@ def _initialize_parameters(layer: Any, plan: Plan, args: tuple[Any, ...], kwargs
         return _lifecycle.fill(layer, values, abstract=_first_call.LOCAL.session is not None)
     except LazyError:
         raise
-    except _REFUSALS as error:
+    except REFUSALS as error:
         reason = " ".join(str(error).split())
         sizes = ", ".join(f"{k}={v}" for k, v in values.items())
         raise ShapeInferenceError(
@@ -396,12 +433,23 @@ def _entry(plan: Plan, name: str) -> Any:
 # ---------------------------------------------------------------- pickling
 
 
-def _reduce(self: Any, protocol: Any) -> tuple[Any, ...]:
+def _reduce(self: Any, protocol: Any) -> Any:
     """Pickle by the lazy class if it can be imported, else by the class and ``infer`` that it was made of."""
     cls = type(self)
-    if _importable(cls):
-        return object.__reduce_ex__(self, protocol)  # type: ignore[return-value]
+    if "_lazymods_plan" not in vars(cls) or _importable(cls):
+        return object.__reduce_ex__(self, protocol)
     plan: Plan = cls._lazymods_plan
+    try:
+        pickle.dumps(plan.infer)
+    except Exception as error:
+        raise SerializationError(
+            Problem(
+                cls.__name__,
+                f"infer={plan.infer!r}, which does not pickle ({error})",
+                "an infer that pickles: the class itself cannot be imported, so it is stored with its infer",
+                f"{cls.__name__} = lm.lazy(...) at the top of a module",
+            )
+        ) from error
     return _restore, (plan.cls, plan.infer, cls.__name__, cls.__module__), self.__getstate__()
 
 
@@ -418,4 +466,9 @@ def _importable(cls: type) -> bool:
 
 
 def _restore(cls: type, infer: Infer, name: str, module: str) -> Any:
-    return object.__new__(make(Plan(cls, infer), name=name, module=module))
+    return object.__new__(_remade(cls, infer, name, module))
+
+
+@functools.cache
+def _remade(cls: type, infer: Infer, name: str, module: str) -> Any:
+    return make(Plan(cls, infer), name=name, module=module)

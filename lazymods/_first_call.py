@@ -181,6 +181,8 @@ def is_carried(layer: Any) -> bool:
     if birth is None or birth is _compat.eval_trace():
         return False
     tags = _compat.carrying_transforms(layer)
+    if not empty_slots(layer):  # filled by hand or by nnx.merge with values: nothing will be made
+        return bool(tags)
     if "grad" in tags:
         _refuse(
             layer,

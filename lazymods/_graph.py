@@ -131,7 +131,9 @@ def place(target: Any, name: str, label: str = "") -> str:
     frame = sys._getframe(1)  # noqa: SLF001
     seen: set[int] = set()
     while frame is not None:
-        for value in list(frame.f_locals.values()):
+        # reading the locals of JAX's own frames would keep their tracers alive
+        inside_jax = frame.f_globals.get("__name__", "").partition(".")[0] in ("jax", "jaxlib")
+        for value in () if inside_jax else list(frame.f_locals.values()):
             if isinstance(value, nnx.Pytree) and value is not target and id(value) not in seen:
                 seen.add(id(value))
                 path = _path_to(target, value)

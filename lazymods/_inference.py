@@ -13,6 +13,7 @@ from lazymods import _first_call, _graph, _lifecycle
 from lazymods._errors import LazyError, relocate
 from lazymods._graph import STATE, dotted
 from lazymods._placeholder import UninitializedVariable
+from lazymods._recipe import Recipe
 from lazymods._report import ShapeReport, report_of
 from lazymods._session import Session, Visit
 from lazymods._snapshot import Snapshot
@@ -78,26 +79,29 @@ def materialize(model: nnx.Module, *args: Any, device: Any = None, dtype: Any = 
         snapshot = Snapshot(model)
         place = contextlib.nullcontext() if device is None else jax.default_device(device)
         try:
+            changed = _set_dtype(model, dtype)
             session = Session(model, args, kwargs).run()
             report = report_of(model, session)
             with place:
-                while _finish(model, list(session.visits.values()), dtype) and _graph.lazy_nodes(model):
-                    session = Session(model, args, kwargs).run()  # layers that initialize_parameters made
+                while _finish(model, list(session.visits.values())) and _graph.lazy_nodes(model):
+                    changed += _set_dtype(model, dtype)  # of layers that initialize_parameters made
+                    session = Session(model, args, kwargs).run()
+            for variable, recipe in changed:
+                if _graph.is_placeholder(variable):  # not reached: as before
+                    variable.set_raw_value(recipe)
         except BaseException:
             snapshot.restore()
             raise
     return report
 
 
-def _finish(model: Any, visits: list[Visit], dtype: Any) -> bool:
+def _finish(model: Any, visits: list[Visit]) -> bool:
     """Initialize the layers that a run reached; say whether there were any."""
     paths = {id(node): path for path, node in _graph.nodes(model)}
     waiting = [v for v in visits if STATE in vars(v.layer)]
     for visit in waiting:
         if STATE not in vars(visit.layer):  # a layer that wraps it has initialized it
             continue
-        if dtype is not None:
-            _set_dtype(visit.layer, dtype)
         try:
             _first_call.finish(visit.layer, visit.args, visit.kwargs, keep_class=_first_call.is_carried(visit.layer))
         except LazyError as error:
@@ -108,8 +112,13 @@ def _finish(model: Any, visits: list[Visit], dtype: Any) -> bool:
     return bool(waiting)
 
 
-def _set_dtype(layer: Any, dtype: Any) -> None:
-    for variable in _graph.variables(layer):
-        floating = isinstance(variable, UninitializedVariable) and jnp.issubdtype(variable.dtype, jnp.floating)
-        if floating and isinstance(variable, nnx.Param):
+def _set_dtype(model: Any, dtype: Any) -> list[tuple[UninitializedVariable, Recipe]]:
+    """Give floating-point placeholders another dtype; return those with the recipes that they had."""
+    changed = []
+    for variable in _graph.variables(model) if dtype is not None else ():
+        if not isinstance(variable, UninitializedVariable) or not isinstance(variable, nnx.Param):
+            continue
+        if jnp.issubdtype(variable.dtype, jnp.floating) and variable.dtype != dtype:
+            changed.append((variable, variable.recipe))
             variable.dtype = dtype
+    return changed

@@ -31,6 +31,7 @@ from lazymods._placeholder import (
 )
 from lazymods._spec import LayerSpec, SlotSource, Template, same_static
 
+TRANSIENT = (nnx.Cache, nnx.Intermediate)  # no state dict holds them: a loaded layer starts with new ones
 LOCK = threading.RLock()  # one initialization at a time, in whatever thread
 
 
@@ -89,9 +90,9 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     """
     spec = vars(layer)[STATE].spec
     blueprint = spec.blueprint(values, modules_of(layer))
-    _add_new_slots(layer, blueprint)
+    _conform(layer, blueprint)
     held = own_slots(layer, blueprint)
-    _check_held(spec, blueprint, held)
+    _check_held(layer, blueprint, held)
     empty = {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)}
     level = _birth(layer) if abstract else level_of(layer, empty.values())
     with _compat.at_trace(level):
@@ -119,29 +120,37 @@ def _birth(layer: Any) -> Any:
     return _compat.birth_trace(layer) or _compat.current_trace()
 
 
-def _add_new_slots(layer: Any, blueprint: Blueprint) -> None:
-    """Make placeholders for slots that the constructor makes at these sizes, though not at the probes'."""
+def _conform(layer: Any, blueprint: Blueprint) -> None:
+    """Give a layer the structure that its constructor makes at these sizes, where the probes saw another.
+
+    A constructor may decide by a size what it holds. Slots that are not there any more go; new ones come as
+    placeholders.
+    """
     spec = vars(layer)[STATE].spec
-    template = spec.template if not spec.modules else None
-    if template is None or blueprint.slots.keys() <= template.blueprint.slots.keys():
+    if spec.modules or blueprint.slots.keys() == spec.template.blueprint.slots.keys():
         return
-    keys = next((v.recipe.keys for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)), ())
+    static = vars(layer)[STATE].keys
+    traced = (v.recipe.keys for v in _graph.variables(layer) if isinstance(v, UninitializedVariable))
+    keys = next(traced, ()) if static is None else static.arrays
     shapes = {p: s.shape for p, s in blueprint.slots.items()}
-    builder = Builder(spec, Template(blueprint, shapes, {}, frozenset()), keys, modules_of(layer))
-    for name, description in blueprint.root.attributes.items():
-        if name not in vars(layer) and _has_new(description, template):
-            object.__setattr__(layer, name, builder.make(description, (name,)))
+    builder = Builder(spec, Template(blueprint, shapes, {}, frozenset()), keys, {})
+    _conform_node(layer, blueprint.root, spec.template.blueprint.root, (), builder)
 
 
-def _has_new(description: Any, template: Template) -> bool:
-    if isinstance(description, Slot):
-        return description.path not in template.blueprint.slots
-    if isinstance(description, Node):
-        return any(_has_new(d, template) for d in description.attributes.values())
-    return False
+def _conform_node(node: Any, actual: Node, template: Node, path: Path, builder: Builder) -> None:
+    for name in template.attributes.keys() - actual.attributes.keys():
+        vars(node).pop(name, None)
+    for name, description in actual.attributes.items():
+        before, value = template.attributes.get(name), vars(node).get(name, _MISSING)
+        if isinstance(description, Node) and isinstance(before, Node) and isinstance(value, nnx.Pytree):
+            _conform_node(value, description, before, (*path, name), builder)
+        elif isinstance(description, (Slot, Node)) and type(before) is not type(description):
+            object.__setattr__(node, name, builder.make(description, (*path, name)))
+        elif isinstance(description, Static) and isinstance(value, UninitializedVariable):
+            object.__setattr__(node, name, description.fresh())
 
 
-def _check_held(spec: LayerSpec, blueprint: Blueprint, held: Mapping[Path, tuple[Any, Any, Any]]) -> None:
+def _check_held(layer: Any, blueprint: Blueprint, held: Mapping[Path, tuple[Any, Any, Any]]) -> None:
     problems = []
     for path, (_, _, value) in held.items():
         slot = blueprint.slots[path]
@@ -158,7 +167,7 @@ def _check_held(spec: LayerSpec, blueprint: Blueprint, held: Mapping[Path, tuple
         if wrong:
             problems.append(
                 Problem(
-                    f"{dotted(path)} of {spec.name}",
+                    _slot_place(layer, path, value),
                     got,
                     f"shape {slot.shape}, by the sizes inferred",
                     f"an input whose sizes give {dotted(path)} that shape",
@@ -166,6 +175,11 @@ def _check_held(spec: LayerSpec, blueprint: Blueprint, held: Mapping[Path, tuple
             )
     if problems:
         raise ShapeInferenceError(*problems)
+
+
+def _slot_place(layer: Any, path: Path, value: Any) -> str:
+    kind = f"{type(value).__name__} of {vars(layer)[STATE].spec.name}"
+    return _graph.place(value, kind, dotted(path)) if isinstance(value, nnx.Variable) else f"{dotted(path)} ({kind})"
 
 
 def _compute(spec: LayerSpec, blueprint: Blueprint, empty: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -310,10 +324,15 @@ def settle_if_filled(layer: Any) -> bool:
     if values is None:
         return False
     blueprint = spec.blueprint(values, modules_of(layer))
+    _conform(layer, blueprint)
     held = own_slots(layer, blueprint)
-    if any(isinstance(v, UninitializedVariable) for _, _, v in held.values()):
+    empty = [v for _, _, v in held.values() if isinstance(v, UninitializedVariable)]
+    if not all(isinstance(v, TRANSIENT) for v in empty):
         return False
-    _check_held(spec, blueprint, held)
+    if empty:
+        fill(layer, values)
+    else:
+        _check_held(layer, blueprint, held)
     settle(layer, blueprint)
     return True
 
@@ -328,20 +347,33 @@ def values_from_slots(layer: Any) -> dict[str, Any] | None:
     modules = modules_of(layer)
     if any(_graph.has_uninitialized_params(m) for m in modules.values()):
         return None
-    template = spec.probe(modules) if modules else spec.template
+    problems: list[str] = []
+    for reading in spec.readings():
+        template = reading.probe(modules) if modules else reading.template
+        shapes = _shapes_held(layer, template)
+        sizes, conflicts = reading.solve(template, shapes)
+        problems = problems or conflicts
+        if not conflicts and set(sizes) >= set(reading.size_names):
+            values = reading.values(sizes)
+            if not spec.guesses or _agree(spec, values, shapes):
+                return values
+    if problems:
+        needed, write = "entries that agree on every size", "arrays of one and the same layer"
+        raise ShapeInferenceError(*(Problem(spec.name, p, needed, write) for p in problems))
+    return None
+
+
+def _shapes_held(layer: Any, template: Template) -> dict[Path, tuple[int, ...]]:
     shapes = {}
     for path, (_, _, value) in own_slots(layer, template.blueprint).items():
         if isinstance(value, UninitializedVariable):
             continue
-        raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
-        if len(np.shape(raw)) == len(template.blueprint.slots[path].shape):
-            shapes[path] = tuple(np.shape(raw))
-    sizes, conflicts = spec.solve(template, shapes)
-    if conflicts:
-        raise ShapeInferenceError(
-            *(
-                Problem(spec.name, c, "entries that agree on every size", "arrays of one and the same layer")
-                for c in conflicts
-            )
-        )
-    return spec.values(sizes) if set(sizes) >= set(spec.size_names) else None
+        shape = tuple(np.shape(value.get_raw_value() if isinstance(value, nnx.Variable) else value))
+        if len(shape) == len(template.blueprint.slots[path].shape):
+            shapes[path] = shape
+    return shapes
+
+
+def _agree(spec: LayerSpec, values: Mapping[str, Any], shapes: Mapping[Path, tuple[int, ...]]) -> bool:
+    slots = spec.blueprint(values, {}).slots
+    return all(path in slots and slots[path].shape == shape for path, shape in shapes.items())

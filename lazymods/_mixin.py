@@ -104,7 +104,7 @@ class LazyModuleMixin(nnx.Module):  # a Module, so that the layout is that of th
             if (name,) in pending:
                 raise PendingAttributeError(
                     Problem(
-                        type(self).__name__,
+                        _graph.place(self, type(self).__name__),
                         f"a use of .{name}",
                         "its sizes, which are not known yet",
                         "model(x) or lm.materialize(model, x), first",

@@ -10,6 +10,7 @@ optimizers that hold it stay right. Everything that would need a value or an unk
 from __future__ import annotations
 
 import operator
+import pickle
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ from lazymods._errors import (
     LazyError,
     PendingAttributeError,
     Problem,
+    SerializationError,
     ShapeInferenceError,
     UninitializedError,
     describe,
@@ -212,7 +214,7 @@ class UninitializedVariable(nnx.Variable[Any]):
         except ValueError as error:
             raise LazyError(
                 Problem(
-                    _graph.place(self, self._kind(), self.recipe.label),
+                    self.whereabouts(),
                     f"out_sharding={metadata['out_sharding']!r}",
                     f"a mesh to shard it over; Flax says: {' '.join(str(error).split())}",
                     "with jax.set_mesh(mesh): lm.materialize(model, x)",
@@ -285,7 +287,7 @@ class UninitializedVariable(nnx.Variable[Any]):
         metadata = _compat.raw_metadata(self)
         if name in metadata:
             return metadata[name]
-        raise PendingAttributeError(self._problem(f"its attribute .{name}", self.whereabouts()))
+        raise PendingAttributeError(self._problem(f"its attribute .{name}"))
 
     def _full_shape(self, wanted: str) -> Shape:
         shape = self.recipe.shape
@@ -294,24 +296,24 @@ class UninitializedVariable(nnx.Variable[Any]):
         return shape  # type: ignore[return-value]
 
     def whereabouts(self) -> str:
-        """Name the parameter: ``kernel (UninitializedParameter of LazyLinear)``."""
-        return f"{self.recipe.label} ({self._kind()})" if self.recipe.label else self._kind()
+        """Name the parameter: ``fc1.kernel (UninitializedParameter of LazyLinear)``."""
+        return _graph.place(self, self._kind(), self.recipe.label)
 
     def _kind(self) -> str:
         owner = self.recipe.source.owner()
         return f"{type(self).__name__} of {owner}" if owner else type(self).__name__
 
-    def _problem(self, wanted: str, where: str) -> Problem:
+    def _problem(self, wanted: str) -> Problem:
         known = "" if self.recipe.shape is None else f" of shape {show_shape(self.recipe.shape)}"
         return Problem(
-            where=where,
+            where=self.whereabouts(),
             got=f"a use of {wanted}, while it is an uninitialized parameter{known}",
             needed="its sizes, which follow from the first input, from a shape spec or from a checkpoint",
             write=SIZE_LINE,
         )
 
     def _refuse(self, wanted: str) -> NoReturn:
-        raise UninitializedError(self._problem(wanted, _graph.place(self, self._kind(), self.recipe.label)))
+        raise UninitializedError(self._problem(wanted))
 
     # ------------------------------------------------------------ showing, copying, pickling
 
@@ -342,7 +344,24 @@ class UninitializedVariable(nnx.Variable[Any]):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the Variable type that it stands for."""
+        """Pickle by the Variable type that it stands for.
+
+        Raises:
+            SerializationError: If its initializer does not pickle.
+        """
+        source = self.recipe.source
+        if isinstance(source, InitSource):
+            try:
+                pickle.dumps(source.init)
+            except Exception as error:
+                raise SerializationError(
+                    Problem(
+                        self.whereabouts(),
+                        f"init={source.init!r}, which does not pickle ({error})",
+                        "an initializer that pickles: a placeholder is stored with its own",
+                        "a function defined at the top of a module, or parameter.materialize(shape) first",
+                    )
+                ) from error
         return _restore, (self.target, self.recipe, self.get_metadata())
 
 

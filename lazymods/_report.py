@@ -184,8 +184,20 @@ def _bytes(n: int) -> str:
 # ---------------------------------------------------------------- making one
 
 
-def report_of(model: Any, session: Any, flops: Mapping[Path, float] | None = None, total: float | None = None) -> Any:
-    """Make the report of an abstract run; of a model that was not run if ``session`` is None."""
+def report_of(
+    model: Any,
+    session: Any,
+    flops: Mapping[Path, float] | None = None,
+    total: float | None = None,
+) -> Any:
+    """Make the report of an abstract run; of a model that was not run if ``session`` is None.
+
+    Args:
+        model: The model.
+        session: The run.
+        flops: Operations of each call by path.
+        total: Operations of the whole call.
+    """
     visited = {id(v.layer): v for v in session.visits.values()} if session is not None else {}
     known = nnx.merge(*session.ready) if session is not None and session.ready is not None else model
     rows = []

@@ -33,6 +33,9 @@ Sizes = dict[str, int]
 PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
 
+REFUSALS = (ValueError, TypeError, ZeroDivisionError, AssertionError, LookupError, AttributeError)
+
+
 class UnhashableError(Exception):
     """An argument cannot be part of a cache key."""
 
@@ -85,6 +88,7 @@ class LayerSpec:
         streams: Name, key dtype and tag of each stream of the rngs that were given.
         rngs_name: The constructor's argument for them, None if it takes none.
         modules: Names of the arguments that are modules; they are part of the layer, not of the spec.
+        guesses: Other structures that ``unknown`` may have, if its own was guessed.
     """
 
     def __init__(
@@ -97,9 +101,10 @@ class LayerSpec:
         streams: tuple[tuple[str, Any, str], ...],
         rngs_name: str | None,
         modules: tuple[str, ...] = (),
+        guesses: tuple[Mapping[str, Any], ...] = (),
     ) -> None:
         self.name, self.cls, self.config, self.unknown, self.options = name, cls, dict(config), dict(unknown), options
-        self.streams, self.rngs_name, self.modules = streams, rngs_name, modules
+        self.streams, self.rngs_name, self.modules, self.guesses = streams, rngs_name, modules, guesses
         self.arguments = {k: v for k, v in self.config.items() if k not in options and k not in self.unknown}
         try:
             self.key: Any = (name, cls, freeze(self.config), freeze(self.unknown), options, streams, rngs_name, modules)
@@ -152,6 +157,7 @@ class LayerSpec:
             streams,
             self.rngs_name,
             self.modules,
+            self.guesses,
         )
 
     # ------------------------------------------------------------ sizes
@@ -216,19 +222,20 @@ class LayerSpec:
         """
         base = _common_multiple(self.arguments)
         error: Exception | None = None
-        for scale in (base, base * 720720):
+        several = [base * p for p in PRIMES]
+        for units in (several, [720720 * u for u in several], [2] * len(PRIMES)):
             try:
-                return self._probe(modules, scale)
-            except (ValueError, TypeError, ZeroDivisionError, AssertionError, IndexError, AttributeError) as e:
+                return self._probe(modules, units)
+            except REFUSALS as e:
                 error = error or e
         assert error is not None
         raise error
 
-    def _probe(self, modules: Mapping[str, Any], scale: int) -> Template:
+    def _probe(self, modules: Mapping[str, Any], units: Sequence[int]) -> Template:
         names = self.size_names
-        first = {n: scale * PRIMES[i % len(PRIMES)] for i, n in enumerate(names)}
+        first = {n: units[i % len(units)] for i, n in enumerate(names)}
 
-        def read(sizes: Sizes, probe: int = scale) -> Blueprint:
+        def read(sizes: Sizes, probe: int = units[0]) -> Blueprint:
             values = self.values(sizes)
             return self.trace(values, modules, probe) if modules else self.blueprint(values, {})
 
@@ -238,7 +245,7 @@ class LayerSpec:
         third = {n: 3 * v for n, v in first.items()}
         check = [(third, read(third))] if names else []
         # with other stand-ins for lazy modules, an axis that moves is not this layer's to solve
-        moved = read(first, 2 * scale) if modules else base
+        moved = read(first, 2 * units[0]) if modules else base
         axes = {
             path: tuple(_formula(path, i, first, base, probes, [*check, (first, moved)]) for i in range(len(s.shape)))
             for path, s in base.slots.items()
@@ -246,6 +253,17 @@ class LayerSpec:
         return _template(base, axes, [*(b for *_, b in probes), *(b for _, b in check), moved])
 
     # ------------------------------------------------------------ reading sizes back
+
+    def readings(self) -> Iterator[LayerSpec]:
+        """This spec, and where the structure of what is unknown was guessed, those with another that reads."""
+        yield self
+        for guess in self.guesses:
+            other = LayerSpec(self.name, self.cls, self.config, guess, self.options, self.streams, self.rngs_name)
+            try:
+                _ = other.template
+            except REFUSALS:
+                continue
+            yield other
 
     def solve(self, template: Template, shapes: Mapping[Path, Shape]) -> tuple[Sizes, list[str]]:
         """Read the sizes from the shapes of some slots.

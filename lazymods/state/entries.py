@@ -11,10 +11,11 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _graph
+from lazymods._errors import Problem, StateDictError
 from lazymods._graph import Path, dotted
+from lazymods._lifecycle import TRANSIENT
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
-_TRANSIENT = (nnx.Cache, nnx.Intermediate)
 
 
 class Place(NamedTuple):
@@ -68,7 +69,7 @@ def leaf_of(value: Any, path: Path) -> Any:
 def places(model: Any, prefix: Path = ()) -> Iterator[Place]:
     """Every entry of a model, in definition order; caches and intermediates are left out."""
     for entry in _graph.entries(model):
-        if isinstance(entry.value, _TRANSIENT) and not _graph.is_placeholder(entry.value):
+        if isinstance(entry.value, TRANSIENT):
             continue
         path = (*prefix, *entry.path)
         if not isinstance(entry.value, nnx.Variable) or _graph.is_placeholder(entry.value):
@@ -76,6 +77,25 @@ def places(model: Any, prefix: Path = ()) -> Iterator[Place]:
             continue
         for leaf in _leaves(raw_of(entry.value), ()):
             yield Place(dotted((*path, *leaf)), entry.holder, entry.key, entry.value, leaf)
+
+
+def named_places(model: Any) -> dict[str, Place]:
+    """Every entry by name.
+
+    Raises:
+        StateDictError: If two entries have one name, as those of an attribute ``a.b`` and of ``b`` in ``a``.
+    """
+    out: dict[str, Place] = {}
+    for place in places(model):
+        if place.name in out:
+            kinds = " and a ".join(type(p.owner).__name__ for p in (out[place.name], place))
+            raise StateDictError(
+                Problem(
+                    place.name, f"two entries of that name, a {kinds}", "one entry a name", "attributes without dots"
+                )
+            )
+        out[place.name] = place
+    return out
 
 
 def _leaves(value: Any, path: Path) -> Iterator[Path]:

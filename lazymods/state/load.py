@@ -23,7 +23,7 @@ from lazymods._errors import (
 from lazymods._graph import STATE, dotted
 from lazymods._placeholder import UninitializedArray, UninitializedVariable, fits, show_shape
 from lazymods._snapshot import Snapshot
-from lazymods.state.entries import IMPL, Place, is_key, leaf_of, places, raw_of
+from lazymods.state.entries import IMPL, Place, is_key, leaf_of, named_places, raw_of
 from lazymods.state.values import as_array, cast, cast_problem, same_values
 
 
@@ -179,7 +179,8 @@ def _plan(model: Any, given: dict[str, Any], mismatched: str) -> tuple[_Plan, li
     plan = _Plan(model, mismatched)
     used: set[str] = set()
     groups: dict[tuple[int, Any], list[Place]] = {}
-    for place in places(model):
+    named = named_places(model)
+    for place in named.values():
         groups.setdefault((id(place.owner), place.leaf), []).append(place)
     for aliases in groups.values():
         found = [p for p in aliases if p.name in given]
@@ -195,7 +196,7 @@ def _plan(model: Any, given: dict[str, Any], mismatched: str) -> tuple[_Plan, li
         if _ties_agree(plan, found, given):
             _check_entry(plan, found, given[found[0].name])
     _check_lazy_layers(plan)
-    order = {p.name: i for i, p in enumerate(places(model))}
+    order = {name: i for i, name in enumerate(named)}
     plan.missing.sort(key=order.__getitem__)
     return plan, [k for k in given if k not in used]
 
@@ -243,7 +244,9 @@ def _check_entry(plan: _Plan, found: list[Place], value: Any) -> None:
         plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting")
         return
     dtype = _dtype_of(current)
-    reason = None if dtype is None else cast_problem(array, dtype)
+    if dtype is None:  # a raw array of any dtype: the one that JAX gives it
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    reason = cast_problem(array, dtype)
     if reason is not None:
         plan.problem(place, describe(array), reason, f"{place.name} in a dtype that casts to {np.dtype(dtype).name}")
         return
@@ -285,8 +288,8 @@ def _check_lazy_layers(plan: _Plan) -> None:
     by_owner = {id(w.place.owner): w for w in plan.writes.values()}
     for path, layer in _graph.lazy_nodes(plan.model):
         spec = vars(layer)[STATE].spec
-        if spec is None or spec.modules:
-            continue
+        if spec is None or spec.modules or spec.guesses:
+            continue  # what fits is seen when the layer is settled
         shapes, writes = {}, []
         for slot, (_, _, value) in _lifecycle.own_slots(layer, spec.template.blueprint).items():
             write = by_owner.get(id(value))

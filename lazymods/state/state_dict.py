@@ -10,7 +10,7 @@ from flax import nnx
 
 from lazymods import _graph, _hooks
 from lazymods._graph import Path, dotted
-from lazymods.state.entries import IMPL, is_key, places
+from lazymods.state.entries import IMPL, is_key, named_places
 
 
 def state_dict(model: nnx.Module, *, include_rng: bool = False) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def state_dict(model: nnx.Module, *, include_rng: bool = False) -> dict[str, Any
     for path, node in hooked:
         _hooks.run_hooks(node, "state_dict_pre", _prefix(path), True)
     out: dict[str, Any] = {}
-    for place in places(model):
+    for place in named_places(model).values():
         if place.is_rng and not include_rng:
             continue
         value = place.value
