@@ -92,6 +92,25 @@ def carrying_transforms(node: Any) -> list[Any]:
 # ---------------------------------------------------------------- Variables (flax)
 
 
+def fixed_structure(node: Any) -> str | None:
+    """Name a running nnx transform that has ``node`` as an argument and whose arguments must keep their structure.
+
+    Those are nnx.custom_vjp (context tags ``custom_vjp_...``) and nnx.cached_partial (contexts with a static cache).
+    """
+    for tag, stack in graphlib.GRAPH_CONTEXT.update_context_stacks.items():
+        holding = [c for c in stack if c.inner_ref_outer_index is not None and node in c.inner_ref_outer_index]
+        if holding and isinstance(tag, str) and tag.startswith("custom_vjp_"):
+            return "nnx.custom_vjp"
+        if any(c.static_cache for c in holding):
+            return "nnx.cached_partial"
+    return None
+
+
+def transforms_running() -> bool:
+    """Whether any nnx transform is running that carries changes (``GRAPH_CONTEXT.update_context_stacks``)."""
+    return bool(graphlib.GRAPH_CONTEXT.update_context_stacks)
+
+
 def mapping_axes(node: Any) -> list[Any]:
     """Return the axes over which the running nnx.vmap and nnx.pmap calls map the arguments that hold ``node``.
 

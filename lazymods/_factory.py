@@ -135,7 +135,7 @@ def make(plan: Plan, *, name: str, module: str, doc: str | None = None) -> Any:
         "__qualname__": name,
         "__doc__": doc or _doc(plan),
         "__init__": __init__,
-        "__signature__": signature,
+        "__signature__": _ClassSignature(signature),
         "__reduce_ex__": _reduce,
         "initialize_parameters": initialize_parameters,
         "cls_to_become": plan.cls,
@@ -146,6 +146,18 @@ def make(plan: Plan, *, name: str, module: str, doc: str | None = None) -> Any:
         namespace[entry] = _entry(plan, entry)
     bases = (LazyModuleMixin, plan.cls)
     return type(plan.cls)(name, bases, namespace, pytree=_compat.is_pytree(plan.cls))
+
+
+class _ClassSignature:
+    """The constructor's signature, for the class only: an instance's is that of its ``__call__``."""
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self.signature = signature
+
+    def __get__(self, instance: Any, owner: type) -> inspect.Signature:
+        if instance is not None:
+            raise AttributeError("__signature__")
+        return self.signature
 
 
 def _doc(plan: Plan) -> str:

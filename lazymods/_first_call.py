@@ -10,6 +10,7 @@ of ``jax.jit`` or by ``nnx.merge``: its parameters would be lost, so the call is
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ from lazymods._placeholder import UninitializedVariable
 from lazymods._snapshot import Snapshot
 
 _LOOPS = ("scan", "while_loop", "while_loop_body", "fori_loop", "fori_loop_body")
+_BRANCHES = ("cond", "switch")
 
 
 def first_call(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,21 +63,44 @@ def initialized(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
         LOCAL.session.initialize(layer, args, kwargs)
         yield
         return
-    snapshot = None
+    with _lifecycle.LOCK:
+        attempt = _attempts.setdefault(id(layer), _Attempt())
+        attempt.running += 1
     try:
         with _lifecycle.LOCK:
             if STATE in vars(layer):  # else another thread was first
-                snapshot = Snapshot(layer)
+                attempt.before = Snapshot(layer)
                 finish(layer, args, kwargs, keep_class=is_carried(layer))
         yield
+        attempt.succeeded = True
     except BaseException as error:
-        if snapshot is None:
-            raise
-        with _lifecycle.LOCK:
-            snapshot.restore()
+        _end(layer, attempt)
         if isinstance(error, (ValueError, TypeError)) and not isinstance(error, LazyError) and _is_flax(layer):
             raise forward_error(layer, args, kwargs, error) from error
         raise
+    _end(layer, attempt)
+
+
+@dataclasses.dataclass
+class _Attempt:
+    """The first calls of one layer that are running, in whatever threads."""
+
+    before: Snapshot | None = None
+    running: int = 0
+    succeeded: bool = False
+
+
+_attempts: dict[int, _Attempt] = {}
+
+
+def _end(layer: Any, attempt: _Attempt) -> None:
+    """When the last of a layer's first calls has ended, take the layer back if none of them succeeded."""
+    with _lifecycle.LOCK:
+        attempt.running -= 1
+        if attempt.running == 0 and _attempts.get(id(layer)) is attempt:
+            del _attempts[id(layer)]
+            if attempt.before is not None and not attempt.succeeded:
+                attempt.before.restore()
 
 
 def _is_flax(layer: Any) -> bool:
@@ -178,11 +203,18 @@ def is_carried(layer: Any) -> bool:
         UninitializedError: If the layer is a copy whose parameters, or their gradients, would be lost.
     """
     birth = _compat.birth_trace(layer)
-    if birth is None or birth is _compat.eval_trace():
-        return False
     tags = _compat.carrying_transforms(layer)
+    if not tags and (birth is None or birth is _compat.eval_trace()):
+        return False
     if not empty_slots(layer):  # filled by hand or by nnx.merge with values: nothing will be made
         return bool(tags)
+    fixed = _compat.fixed_structure(layer)
+    if fixed is not None:
+        _refuse(
+            layer,
+            f"its first call inside {fixed}, of which it is an argument",
+            "the same structure before and after: such a transform cannot carry new parameters out",
+        )
     if "grad" in tags:
         _refuse(
             layer,
@@ -195,6 +227,12 @@ def is_carried(layer: Any) -> bool:
             "its first call inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)",
             "the same parameters before and after every step of the loop",
         )
+    if any(tag in _BRANCHES for tag in tags if isinstance(tag, str)):
+        _refuse(
+            layer,
+            "its first call inside nnx.cond (or nnx.switch), of which it is an argument",
+            "the same parameters after every branch, whether it calls the layer or not",
+        )
     if {"vmap", "pmap"} & {t for t in tags if isinstance(t, str)} and _has_static_keys(layer):
         if _compat.mapping_axes(layer):
             _refuse(
@@ -205,7 +243,7 @@ def is_carried(layer: Any) -> bool:
             )
     if tags:
         return True
-    if vars(layer)[STATE].built_in(birth):
+    if birth is None or vars(layer)[STATE].built_in(birth):
         return False
     return _refuse(
         layer,

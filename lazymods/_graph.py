@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -52,11 +52,13 @@ def attributes(node: Any) -> dict[str, Any]:
 
 
 def children(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What an nnx object, dict, list or tuple holds, by key."""
+    """What an nnx object, mapping, list or tuple holds, by key."""
     if isinstance(value, nnx.Pytree):
         yield from attributes(value).items()
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         yield from value.items()
+    elif isinstance(value, tuple) and (fields := getattr(value, "_fields", None)):  # optax states are named tuples
+        yield from zip(fields, value, strict=True)
     elif isinstance(value, (list, tuple)):
         yield from enumerate(value)
 
@@ -94,7 +96,7 @@ def _nodes(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]
 
 
 def _is_branch(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree) or (type(value) in (dict, list, tuple) and bool(value))
+    return isinstance(value, nnx.Pytree) or (isinstance(value, (Mapping, list, tuple)) and bool(value))
 
 
 def variables(model: Any) -> list[nnx.Variable[Any]]:

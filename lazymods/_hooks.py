@@ -100,7 +100,7 @@ class Hooked(nnx.Module):
         """Run the hooks around the forward of the module's own class."""
         hooks = hooks_of(self)
         pre = [h for h in hooks if h.kind == "forward_pre"]
-        ran = False
+        waiting = [h for h in hooks if h.kind == "forward"]
         try:
             for hook in (h for h in pre if h.early):
                 args, kwargs = _run_pre(self, hook, args, kwargs)
@@ -109,13 +109,15 @@ class Hooked(nnx.Module):
                     args, kwargs, output = self._forward(pre, args, kwargs)
             else:
                 args, kwargs, output = self._forward(pre, args, kwargs)
-            ran = True
-        finally:
-            if not ran:
-                for hook in (h for h in hooks if h.kind == "forward" and h.always):
+            while waiting:
+                output = _run_post(self, waiting.pop(0), args, kwargs, output)
+        except Exception as error:
+            for hook in (h for h in waiting if h.always):
+                try:
                     _run_post(self, hook, args, kwargs, None)
-        for hook in (h for h in hooks if h.kind == "forward"):
-            output = _run_post(self, hook, args, kwargs, output)
+                except Exception as second:  # the first error is the one to tell
+                    error.add_note(f"an always_call hook failed as well: {second!r}")
+            raise
         return output
 
     def _forward(self, pre: list[Hook], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:

@@ -82,6 +82,7 @@ def materialize(model: nnx.Module, *args: Any, device: Any = None, dtype: Any = 
             changed = _set_dtype(model, dtype)
             session = Session(model, args, kwargs).run()
             report = report_of(model, session)
+            slots = [e for e in _graph.entries(model) if _graph.is_placeholder(e.value)]
             with place:
                 while _finish(model, list(session.visits.values())) and _graph.lazy_nodes(model):
                     changed += _set_dtype(model, dtype)  # of layers that initialize_parameters made
@@ -89,10 +90,21 @@ def materialize(model: nnx.Module, *args: Any, device: Any = None, dtype: Any = 
             for variable, recipe in changed:
                 if _graph.is_placeholder(variable):  # not reached: as before
                     variable.set_raw_value(recipe)
+            if device is not None:
+                _commit(slots, device)
         except BaseException:
             snapshot.restore()
             raise
-    return report
+    return report.of_finished(model)
+
+
+def _commit(slots: list[_graph.Entry], device: Any) -> None:
+    """Bind what was made to its device, so that the model's calls run there."""
+    for entry in slots:
+        if not isinstance(entry.value, nnx.Variable) or _graph.is_placeholder(entry.value):
+            continue
+        raw = jax.device_put(entry.value.get_raw_value(), device)
+        entry.value.set_raw_value(raw)
 
 
 def _finish(model: Any, visits: list[Visit]) -> bool:

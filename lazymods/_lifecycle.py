@@ -56,8 +56,10 @@ _MISSING = object()
 
 def get_child(holder: Any, key: Any) -> Any:
     """What an nnx object or container holds at a key, or a sentinel."""
-    if isinstance(holder, dict):
+    if isinstance(holder, Mapping):
         return holder.get(key, _MISSING)
+    if isinstance(holder, (list, tuple)) and isinstance(key, str):  # a NamedTuple
+        return getattr(holder, key, _MISSING)
     if isinstance(holder, (list, tuple)):
         return holder[key] if key < len(holder) else _MISSING
     return getattr(holder, "__dict__", {}).get(key, _MISSING)
@@ -256,7 +258,7 @@ def end_update(node: Any) -> None:
     updating = vars(node).pop(_UPDATING, False)
     if STATE in vars(node):
         return
-    outside = _compat.birth_trace(node) is _compat.eval_trace()
+    outside = _compat.birth_trace(node) is _compat.eval_trace() and not _compat.transforms_running()
     if outside or (updating and not _compat.carrying_transforms(node)):
         finish_class(node)
 

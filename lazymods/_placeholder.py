@@ -68,6 +68,8 @@ class UninitializedVariable(nnx.Variable[Any]):
         **metadata: Any,
     ) -> None:
         partial = None if shape is None else tuple(None if d is None else operator.index(d) for d in shape)
+        if partial is not None and any(d is not None and d < 0 for d in partial):
+            raise ValueError(f"a shape has no negative sizes, got {partial}")
         dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
         keys = () if key is None else (key,)
         # the recipe is not a value: Flax must neither shard it nor run value hooks on it
@@ -107,6 +109,11 @@ class UninitializedVariable(nnx.Variable[Any]):
     def size(self) -> int:
         """The number of elements; refused while an axis is unknown."""
         return int(np.prod(self._full_shape("its size"), dtype=np.int64))
+
+    @property
+    def itemsize(self) -> int:
+        """The number of bytes of an element."""
+        return self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
@@ -185,7 +192,7 @@ class UninitializedVariable(nnx.Variable[Any]):
             ) from error
 
     def _given_value(self, shape: Shape, value: Any) -> Any:
-        array = jnp.asarray(value, self.recipe.dtype)
+        array = strongly_typed(jnp.asarray(value, self.recipe.dtype))
         if array.shape != shape:
             raise ShapeInferenceError(
                 Problem(
@@ -426,6 +433,11 @@ def _restore(target: type[nnx.Variable[Any]], recipe: Recipe, metadata: dict[str
 def is_value(raw: Any) -> bool:
     """Whether ``raw`` is a parameter's value; nnx passes sentinels through Variables as well."""
     return isinstance(raw, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def strongly_typed(array: Any) -> Any:
+    """Return an array that no longer follows the dtypes it meets: a weak one would make programs trace twice."""
+    return array.astype(array.dtype) if getattr(array, "weak_type", False) else array
 
 
 def fits(known: PartialShape | None, shape: Sequence[int]) -> bool:

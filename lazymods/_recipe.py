@@ -59,7 +59,8 @@ class StaticKeys:
         self.arrays = tuple(arrays)
 
     def _bytes(self) -> tuple[bytes, ...]:
-        return tuple(np.asarray(_key_data(a)).tobytes() for a in self.arrays)
+        with _compat.at_trace(_compat.eval_trace()):  # comparisons happen inside traces as well
+            return tuple(np.asarray(_key_data(a)).tobytes() for a in self.arrays)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StaticKeys):
@@ -136,7 +137,7 @@ class Recipe:
     def make(self, shape: Shape) -> Any:
         """Return the initial value for ``shape``, in the recipe's dtype."""
         value = self.source.make(self.keys, shape, self.dtype)
-        if isinstance(value, jax.Array) and self.dtype is not None and value.dtype != self.dtype:
+        if isinstance(value, jax.Array) and self.dtype is not None and (value.dtype != self.dtype or value.weak_type):
             value = value.astype(self.dtype)
         return value
 

@@ -113,6 +113,15 @@ class ShapeReport:
         """Whether every shape is known."""
         return all(row.size is not None for row in self.rows)
 
+    def of_finished(self, model: Any) -> ShapeReport:
+        """Return the report with the layers' present classes: those that are initialized are lazy no more."""
+        now = {dotted(path): node for path, node in _graph.nodes(model)}
+        rows = []
+        for row in self.rows:
+            name = _hooks.unhooked_class(type(now[row.path])).__name__
+            rows.append(dataclasses.replace(row, layer=name, lazy=_graph.is_lazy_node(now[row.path])))
+        return dataclasses.replace(self, rows=tuple(rows))
+
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the table's heads and rows as texts."""
         heads = ["path", "layer", "input", "inferred", "parameters", "dtype", "count", "bytes"]
@@ -204,7 +213,7 @@ def report_of(
     for path, node in _ordered_nodes(model):
         lazy = _graph.is_lazy_node(node)
         at = _at(known, path)
-        parameters = tuple(_own_parameters(at if at is not None else node))
+        parameters = _in_order(node, list(_own_parameters(at if at is not None else node)))
         if not parameters and not lazy:
             continue
         call = session.calls.get(path) if session is not None else None
@@ -242,7 +251,14 @@ def _at(model: Any, path: Path) -> Any:
     return model
 
 
+def _in_order(node: Any, parameters: list[ParameterShape]) -> tuple[ParameterShape, ...]:
+    """Sort parameters as the layer defines them: an abstract run sorts attributes by name."""
+    order = {str(k): i for i, (k, _) in enumerate(_graph.children(node))}
+    return tuple(sorted(parameters, key=lambda p: order.get(p.name.partition(".")[0], len(order))))
+
+
 def _own_parameters(node: Any) -> Iterator[ParameterShape]:
+    """What the layer itself holds, without the objects in it."""
     for key, value in _graph.children(node):
         if isinstance(value, nnx.Pytree):
             continue

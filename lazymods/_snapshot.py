@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
@@ -32,7 +33,7 @@ class Snapshot:
         elif isinstance(value, (dict, list)):
             self._containers.append((value, value.copy()))
         for _, child in _graph.children(value):
-            if isinstance(child, (nnx.Variable, nnx.Pytree, dict, list, tuple)):
+            if isinstance(child, (nnx.Variable, nnx.Pytree, Mapping, list, tuple)):
                 self._take(child, seen)
 
     def restore(self) -> None:

@@ -32,3 +32,38 @@ from lazymods.nn.recurrent import LazyGRUCell as LazyGRUCell
 from lazymods.nn.recurrent import LazyLSTMCell as LazyLSTMCell
 from lazymods.nn.recurrent import LazyOptimizedLSTMCell as LazyOptimizedLSTMCell
 from lazymods.nn.recurrent import LazySimpleCell as LazySimpleCell
+
+__all__ = [
+    "LazyBatchNorm",
+    "LazyBatchNorm1d",
+    "LazyBatchNorm2d",
+    "LazyBatchNorm3d",
+    "LazyConv",
+    "LazyConv1d",
+    "LazyConv2d",
+    "LazyConv3d",
+    "LazyConvTranspose",
+    "LazyConvTranspose1d",
+    "LazyConvTranspose2d",
+    "LazyConvTranspose3d",
+    "LazyEinsum",
+    "LazyEmbed",
+    "LazyGRUCell",
+    "LazyGroupNorm",
+    "LazyInstanceNorm",
+    "LazyInstanceNorm1d",
+    "LazyInstanceNorm2d",
+    "LazyInstanceNorm3d",
+    "LazyLSTMCell",
+    "LazyLayerNorm",
+    "LazyLinear",
+    "LazyLinearGeneral",
+    "LazyLoRA",
+    "LazyLoRALinear",
+    "LazyMultiHeadAttention",
+    "LazyOptimizedLSTMCell",
+    "LazyRMSNorm",
+    "LazySimpleCell",
+    "LazySpectralNorm",
+    "LazyWeightNorm",
+]

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from lazymods import _graph, _hooks, _lifecycle
+from lazymods import _compat, _graph, _hooks, _lifecycle
 from lazymods._errors import (
     LazyError,
     Problem,
@@ -140,7 +140,8 @@ def load_state_dict(
         _raise_problems(model, plan, result, strict=strict and not hooked)
         snapshot = Snapshot(model)
         try:
-            _write(model, plan)
+            with _compat.at_trace(_level(model)):
+                _write(model, plan)
             for node in reversed(hooked):  # children before parents
                 _hooks.run_hooks(node, "load_state_dict_post", result)
             _raise_problems(model, plan, result, strict=strict)
@@ -148,6 +149,11 @@ def load_state_dict(
             snapshot.restore()
             raise
     return result
+
+
+def _level(model: Any) -> Any:
+    """The trace in which the model was born: what is written must outlive the one that is current."""
+    return _compat.birth_trace(model) or _compat.current_trace()
 
 
 def _run_pre_hooks(model: Any, given: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -237,6 +243,10 @@ def _check_entry(plan: _Plan, found: list[Place], value: Any) -> None:
     if array is None or (isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted()):
         got = f"a value of type {type(value).__name__}" if array is None else "an array that was deleted or donated"
         plan.problem(place, got, "an array of numbers", f"jnp.asarray(...) for {place.name}")
+        return
+    if isinstance(array, Tracer) and _level(plan.model) is not _compat.current_trace():
+        got = f"{describe(array)}, a traced value of a transform that the model is outside of"
+        plan.problem(place, got, "a value that outlives the transform", "the load before or after the transform")
         return
     shape = current.recipe.shape if lazy else tuple(np.shape(current))
     if not fits(shape, array.shape):
@@ -392,8 +402,9 @@ def _write_entry(write: _Write) -> None:
     elif isinstance(owner, UninitializedVariable):
         owner.become(cast(write.value, owner.recipe.dtype, None))
     elif not isinstance(owner, nnx.Variable):
-        value = cast(write.value, owner.dtype, owner)
-        _lifecycle.put(place.holder, place.key, np.asarray(value) if isinstance(owner, np.ndarray) else value)
+        as_it_was = isinstance(owner, np.ndarray)  # numpy's 64 bits are not JAX's to cut
+        value = np.array(write.value, owner.dtype) if as_it_was else cast(write.value, owner.dtype, owner)
+        _lifecycle.put(place.holder, place.key, value)
     elif is_key(write.value):
         owner.set_raw_value(write.value)
     else:

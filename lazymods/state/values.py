@@ -11,6 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from lazymods._errors import describe
+from lazymods._placeholder import strongly_typed
 
 
 def as_array(value: Any) -> Any:
@@ -69,7 +70,7 @@ def cast(array: Any, dtype: Any, like: Any) -> jax.Array:
         like: The array that it replaces, or anything else.
     """
     out = jnp.array(array, dtype) if isinstance(array, np.ndarray) else array
-    out = out if dtype is None or out.dtype == dtype else out.astype(dtype)
+    out = strongly_typed(out) if dtype is None or out.dtype == dtype else out.astype(dtype)
     if isinstance(like, jax.Array) and not isinstance(like, Tracer):
         if like.committed and out.sharding != like.sharding:
             out = jax.device_put(out, like.sharding)
