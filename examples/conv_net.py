@@ -34,10 +34,10 @@ def train_step(model: ConvNet, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Ar
 
 def main() -> tuple[float, int]:
     """Return the accuracy on held-out digits, and the width of the last layer's input."""
-    digits = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))
-    x = jax.numpy.array(digits.images[order, :, :, None] / 16, "float32")  # (1797, 8, 8, 1)
-    y = jax.numpy.array(digits.target[order], "int32")
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    x = jax.numpy.array(images[order].reshape(-1, 8, 8, 1) / 16, "float32")
+    y = jax.numpy.array(labels[order], "int32")
     x, x_test, y, y_test = x[:1440], x[1440:], y[:1440], y[1440:]
 
     model = ConvNet(rngs=nnx.Rngs(0))

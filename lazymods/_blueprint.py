@@ -31,7 +31,7 @@ Path = tuple[Any, ...]
 init_p = Primitive("lazy_init")
 init_p.def_abstract_eval(lambda key, *, call, shape, dtype: ShapedArray(shape, dtype))
 fold_p = Primitive("lazy_fold")
-fold_p.def_abstract_eval(lambda key, count, *, step: ShapedArray(key.shape, key.dtype))
+fold_p.def_abstract_eval(lambda key, count: ShapedArray(key.shape, key.dtype))
 
 
 # ---------------------------------------------------------------- descriptions
@@ -126,14 +126,6 @@ class Blueprint:
             env.update(zip(equation.outvars, out, strict=True))
         return [jnp.asarray(read(v)) for v in wanted]
 
-    def initializer(self, slot: Slot) -> Callable[..., Any] | None:
-        """Return the initializer whose result is the slot as it is, or None if there is more to it."""
-        out = self.program.jaxpr.outvars[slot.index]
-        for equation in self.program.jaxpr.eqns:
-            if equation.primitive is init_p and equation.outvars[0] is out:
-                return equation.params["call"]
-        return None
-
 
 def _needed(equations: Sequence[Any], wanted: Sequence[Any]) -> Iterator[Any]:
     """The equations that the wanted variables depend on, in order."""
@@ -152,7 +144,7 @@ def _run_equation(equation: Any, inputs: list[Any]) -> Sequence[Any]:
         return [params["call"](inputs[0], params["shape"], params["dtype"])]
     if equation.primitive is fold_p:
         key, count = inputs
-        return [jax.random.fold_in(key, count + np.uint32(equation.params["step"]))]
+        return [jax.random.fold_in(key, count)]
     return _compat.bind_equation(equation, inputs)
 
 
@@ -160,21 +152,26 @@ def _run_equation(equation: Any, inputs: list[Any]) -> Sequence[Any]:
 
 
 class Stream(nnx.RngStream):
-    """A stream of random keys that records its draws instead of folding a key for each."""
+    """A stream of random keys that records its draws instead of folding a key for each.
 
-    def __init__(self, key: Any, count: Any, *, tag: str) -> None:
+    Only where the constructor itself draws: a copy of it inside a nested transform folds keys as usual.
+    """
+
+    def __init__(self, key: Any, count: Any, *, tag: str, root: Any) -> None:
         self.tag = tag
         self.key = nnx.RngKey(key, tag=tag)
         self.count = nnx.RngCount(count, tag=tag)
-        self.first = nnx.data(count)
+        self.root = root
         self.draws = 0
 
     def __call__(self) -> Any:
         """Record a draw."""
-        key = fold_p.bind(self.key.get_value(), self.first, step=self.draws)
+        key, count = self.key.get_value(), self.count.get_value()
+        if self.root() is not _compat.current_trace() or key.shape != ():
+            return super().__call__()
         self.draws += 1
-        self.count.set_raw_value(self.count.get_raw_value() + np.uint32(1))
-        return key
+        self.count.set_raw_value(count + np.uint32(1))
+        return fold_p.bind(key, count)
 
     def fork(self, *, split: int | tuple[int, ...] | None = None) -> nnx.RngStream:
         """Return an ordinary stream that starts from the next key."""
@@ -189,13 +186,13 @@ class Stream(nnx.RngStream):
 class Recorded:
     """Stands for an initializer during a trace: records the call."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self.call = call
+    def __init__(self, call: Callable[..., Any], root: Any) -> None:
+        self.call, self.root = call, root
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record ``init(key, shape, dtype)``; run any other call, or one in a nested trace, as it is."""
         plain = not kwargs and 2 <= len(args) <= 3 and _is_key(args[0]) and _is_shape(args[1])
-        if not plain or (isinstance(args[0], Tracer) and not _same_trace(args[0])):
+        if not plain or self.root() is not _compat.current_trace():
             return self.call(*args, **kwargs)
         dtype = args[2] if len(args) == 3 else jnp.float32
         dtype = jax.dtypes.canonicalize_dtype(dtype)
@@ -208,10 +205,6 @@ def _is_key(x: Any) -> bool:
 
 def _is_shape(x: Any) -> bool:
     return isinstance(x, (tuple, list)) and all(isinstance(d, (int, np.integer)) for d in x)
-
-
-def _same_trace(tracer: Any) -> bool:
-    return _compat.tracer_trace(tracer) is _compat.current_trace()
 
 
 def is_initializer(name: str, value: Any) -> bool:
@@ -249,10 +242,11 @@ def trace(
     result: dict[str, Any] = {}
 
     def build(*leaves: Any) -> list[Any]:
-        call = {k: Recorded(v) if is_initializer(k, v) else v for k, v in arguments.items()} | dict(values)
+        root = _compat.weak(_compat.current_trace())
+        call = {k: Recorded(v, root) if is_initializer(k, v) else v for k, v in arguments.items()} | dict(values)
         mirrors = {}
         for i, (name, (_, _, tag)) in enumerate(streams.items()):
-            mirrors[name] = Stream(leaves[2 * i], leaves[2 * i + 1], tag=tag)
+            mirrors[name] = Stream(leaves[2 * i], leaves[2 * i + 1], tag=tag, root=root)
         prepared = prepare(modules)
         call.update(prepared)
         known = {id(v): k for k, v in prepared.items()}

@@ -62,11 +62,6 @@ def birth_trace(node: Any) -> Any:
     return state.jax_trace._trace_ref()
 
 
-def born_here(node: Any) -> bool:
-    """Whether an nnx object was born in the trace that is current."""
-    return getattr(node, STATE).trace_state.is_valid()
-
-
 def bind_equation(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     """Run one equation of a jaxpr in the current trace (``JaxprEqn.ctx``, ``Primitive.get_bind_params``)."""
     with equation.ctx.manager:
@@ -183,11 +178,6 @@ def set_class(node: Any, cls: type) -> None:
 def is_concrete(x: Any) -> bool:
     """Whether ``x`` is an array with values, not a tracer."""
     return not isinstance(x, core.Tracer)
-
-
-def tracer_trace(tracer: Any) -> Any:
-    """Return the trace that a tracer belongs to (``Tracer._trace``)."""
-    return tracer._trace
 
 
 def weak(trace: Any) -> Any:

@@ -24,6 +24,7 @@ from jax import export
 from jax.core import Tracer
 
 from lazymods import _compat, _first_call, _graph, _lifecycle
+from lazymods._arguments import as_size, constructor_parameters
 from lazymods._blueprint import Blueprint
 from lazymods._building import build
 from lazymods._errors import (
@@ -37,7 +38,7 @@ from lazymods._errors import (
 )
 from lazymods._graph import STATE
 from lazymods._mixin import LazyModuleMixin
-from lazymods._spec import REFUSALS, LayerSpec, as_size, constructor_parameters
+from lazymods._spec import REFUSALS, LayerSpec
 
 Infer = Callable[..., dict[str, Any]]
 _NOT_TRACEABLE = (

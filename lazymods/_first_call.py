@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -31,8 +32,7 @@ from lazymods._graph import LOCAL, STATE
 from lazymods._placeholder import UninitializedVariable
 from lazymods._snapshot import Snapshot
 
-_LOOPS = ("scan", "while_loop", "while_loop_body", "fori_loop", "fori_loop_body")
-_BRANCHES = ("cond", "switch")
+_LOOPS = {"scan", "while_loop", "while_loop_body", "fori_loop", "fori_loop_body"}
 
 
 def first_call(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -65,7 +65,7 @@ def initialized(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
         return
     with _lifecycle.LOCK:
         attempt = _attempts.setdefault(id(layer), _Attempt())
-        attempt.running += 1
+        attempt.threads.append(threading.get_ident())
     try:
         with _lifecycle.LOCK:
             if STATE in vars(layer):  # else another thread was first
@@ -86,18 +86,25 @@ class _Attempt:
     """The first calls of one layer that are running, in whatever threads."""
 
     before: Snapshot | None = None
-    running: int = 0
+    threads: list[int] = dataclasses.field(default_factory=list)
     succeeded: bool = False
 
 
 _attempts: dict[int, _Attempt] = {}
 
 
+def note_success(layer: Any) -> None:
+    """Note that a call went well while a first call of the same layer is running in another thread."""
+    attempt = _attempts.get(id(layer)) if _attempts else None
+    if attempt is not None and threading.get_ident() not in attempt.threads:
+        attempt.succeeded = True
+
+
 def _end(layer: Any, attempt: _Attempt) -> None:
     """When the last of a layer's first calls has ended, take the layer back if none of them succeeded."""
     with _lifecycle.LOCK:
-        attempt.running -= 1
-        if attempt.running == 0 and _attempts.get(id(layer)) is attempt:
+        attempt.threads.remove(threading.get_ident())
+        if not attempt.threads and _attempts.get(id(layer)) is attempt:
             del _attempts[id(layer)]
             if attempt.before is not None and not attempt.succeeded:
                 attempt.before.restore()
@@ -208,40 +215,8 @@ def is_carried(layer: Any) -> bool:
         return False
     if not empty_slots(layer):  # filled by hand or by nnx.merge with values: nothing will be made
         return bool(tags)
-    fixed = _compat.fixed_structure(layer)
-    if fixed is not None:
-        _refuse(
-            layer,
-            f"its first call inside {fixed}, of which it is an argument",
-            "the same structure before and after: such a transform cannot carry new parameters out",
-        )
-    if "grad" in tags:
-        _refuse(
-            layer,
-            "its first call inside nnx.grad (or nnx.value_and_grad), of which it is an argument",
-            "parameters to differentiate with respect to: none exist yet",
-        )
-    if any(tag in _LOOPS for tag in tags if isinstance(tag, str)) and _has_static_keys(layer):
-        _refuse(
-            layer,
-            "its first call inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)",
-            "the same parameters before and after every step of the loop",
-        )
-    if any(tag in _BRANCHES for tag in tags if isinstance(tag, str)):
-        _refuse(
-            layer,
-            "its first call inside nnx.cond (or nnx.switch), of which it is an argument",
-            "the same parameters after every branch, whether it calls the layer or not",
-        )
-    if {"vmap", "pmap"} & {t for t in tags if isinstance(t, str)} and _has_static_keys(layer):
-        if _compat.mapping_axes(layer):
-            _refuse(
-                layer,
-                "its first call inside nnx.vmap (or nnx.pmap), which maps over its parameters",
-                "parameters that have the mapped axis: the model was built outside, with one set of random keys",
-                write="in_axes=(None, 0), or build the model under nnx.vmap too, with nnx.split_rngs",
-            )
     if tags:
+        _check_transforms(layer, {tag for tag in tags if isinstance(tag, str)})
         return True
     if birth is None or vars(layer)[STATE].built_in(birth):
         return False
@@ -252,6 +227,28 @@ def is_carried(layer: Any) -> bool:
         "parameters that outlive the call: those made here would be lost",
         write=f"{_WRITE}; {_SHAPES}",
     )
+
+
+def _check_transforms(layer: Any, tags: set[str]) -> None:
+    """Refuse the first call as an argument of a transform that cannot carry new parameters out."""
+    fixed = _compat.fixed_structure(layer)
+    if fixed is not None:
+        needed = "the same structure before and after: such a transform cannot carry new parameters out"
+        _refuse(layer, f"its first call inside {fixed}, of which it is an argument", needed)
+    if "grad" in tags:
+        got = "its first call inside nnx.grad (or nnx.value_and_grad), of which it is an argument"
+        _refuse(layer, got, "parameters to differentiate with respect to: none exist yet")
+    if tags & {"cond", "switch"}:
+        got = "its first call inside nnx.cond (or nnx.switch), of which it is an argument"
+        _refuse(layer, got, "the same parameters after every branch, whether it calls the layer or not")
+    if tags & _LOOPS and _has_static_keys(layer):
+        got = "its first call inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)"
+        _refuse(layer, got, "the same parameters before and after every step of the loop")
+    if tags & {"vmap", "pmap"} and _has_static_keys(layer) and _compat.mapping_axes(layer):
+        got = "its first call inside nnx.vmap (or nnx.pmap), which maps over its parameters"
+        needed = "parameters that have the mapped axis: the model was built outside, with one set of random keys"
+        write = "in_axes=(None, 0), or build the model under nnx.vmap too, with nnx.split_rngs"
+        _refuse(layer, got, needed, write=write)
 
 
 def _has_static_keys(layer: Any) -> bool:

@@ -73,7 +73,7 @@ def _entries(holder: Any, path: Path, above: tuple[int, ...]) -> Iterator[Entry]
         return
     for key, value in children(holder):
         here = (*path, key)
-        if isinstance(value, (nnx.Variable, jax.Array, np.ndarray)):
+        if isinstance(value, (nnx.Variable, jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
             yield Entry(here, holder, key, value)
         elif _is_branch(value):
             yield from _entries(value, here, (*above, id(holder)))
@@ -191,6 +191,9 @@ def uninitialized_paths(model: Any) -> list[str]:
 
     Args:
         model: An nnx module, or any nnx object.
+
+    Returns:
+        The paths, ``fc1.kernel``; a parameter that is shared is listed under each of its names.
 
     Example:
         >>> import lazymods as lm

@@ -76,7 +76,7 @@ def materialize(model: nnx.Module, *args: Any, device: Any = None, dtype: Any = 
     """
     dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     with _lifecycle.LOCK:
-        snapshot = Snapshot(model)
+        snapshot = Snapshot(model, *Session(model, args, kwargs).roots)
         place = contextlib.nullcontext() if device is None else jax.default_device(device)
         try:
             changed = _set_dtype(model, dtype)

@@ -100,6 +100,9 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     with _compat.at_trace(level):
         if abstract:
             arrays = {p: jax.lax.full(blueprint.slots[p].shape, 0, v.dtype) for p, v in empty.items()}
+        elif any(isinstance(k, jax.ShapeDtypeStruct) for v in empty.values() for k in v.recipe.keys):
+            # a model that nnx.eval_shape made: abstract keys give abstract parameters
+            arrays = {p: jax.ShapeDtypeStruct(blueprint.slots[p].shape, v.dtype) for p, v in empty.items()}
         else:
             arrays = _compute(spec, blueprint, empty)
         for path, array in arrays.items():
@@ -156,6 +159,9 @@ def _check_held(layer: Any, blueprint: Blueprint, held: Mapping[Path, tuple[Any,
     problems = []
     for path, (_, _, value) in held.items():
         slot = blueprint.slots[path]
+        source = value.recipe.source if isinstance(value, UninitializedVariable) else None
+        if isinstance(source, SlotSource) and source.spec == vars(layer)[STATE].spec and source.path == path:
+            continue  # the layer's own: what it knew before came from probes
         if isinstance(value, UninitializedVariable):
             known = value.recipe.shape
             wrong = known is not None and (

@@ -131,8 +131,10 @@ def _initializing(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if STATE not in vars(self):
-            return method(self, *args, **kwargs)
-        return _first_call.first_call(self, method, args, kwargs)
+        if STATE in vars(self):
+            return _first_call.first_call(self, method, args, kwargs)
+        output = method(self, *args, **kwargs)
+        _first_call.note_success(self)
+        return output
 
     return call

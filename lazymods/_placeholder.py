@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 import pickle
 from collections.abc import Callable, Generator, Iterator, Sequence
+from copy import deepcopy
 from typing import Any, NoReturn
 
 import jax
@@ -159,7 +160,11 @@ class UninitializedVariable(nnx.Variable[Any]):
         return _compat.birth_trace(self) or _compat.current_trace()
 
     def check_shape(self, shape: Sequence[int]) -> Shape:
-        """Return ``shape`` as a tuple of ints, or raise if it contradicts what is known."""
+        """Return ``shape`` as a tuple of ints.
+
+        Raises:
+            ShapeInferenceError: If it is not whole, or contradicts an axis that is known.
+        """
         try:
             full = tuple(operator.index(d) for d in shape)
         except TypeError:
@@ -179,6 +184,17 @@ class UninitializedVariable(nnx.Variable[Any]):
     def _initial_value(self, shape: Shape) -> Any:
         try:
             return self.recipe.make(shape)
+        except ValueError as error:
+            if isinstance(error, LazyError):
+                raise
+            raise ShapeInferenceError(
+                Problem(
+                    self.whereabouts(),
+                    f"shape {shape}",
+                    f"sizes that its layer takes; it says: {' '.join(str(error).split())}",
+                    "parameter.materialize(shape) with other sizes",
+                )
+            ) from error
         except TypeError as error:
             if self.recipe.keys or not isinstance(self.recipe.source, InitSource):
                 raise
@@ -349,6 +365,10 @@ class UninitializedVariable(nnx.Variable[Any]):
         return visualization.render_object_constructor(
             object_type=type(self), attributes=attributes, path=path, subtree_renderer=subtree_renderer
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy with metadata of its own; the recipe is immutable."""
+        return placeholder(type(self), self.recipe, deepcopy(self.get_metadata(), memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by the Variable type that it stands for.

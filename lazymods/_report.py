@@ -324,10 +324,12 @@ def _flops(session: Any, path: Path, args: Any, kwargs: Any) -> float | None:
     graphdef, state = session.ready
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda v: isinstance(v, nnx.Pytree))
     arrays = {i: v for i, v in enumerate(leaves) if isinstance(v, jax.ShapeDtypeStruct)}
+    places = [i for i, v in enumerate(leaves) if isinstance(v, nnx.Pytree)]
+    modules = nnx.split([leaves[i] for i in places])
 
     def call(state: Any, given: dict[int, Any]) -> Any:
         module = _at(nnx.merge(graphdef, state), path)
-        filled = dict(enumerate(leaves)) | given
+        filled = dict(enumerate(leaves)) | given | dict(zip(places, nnx.merge(*modules, copy=True), strict=True))
         a, k = jax.tree.unflatten(treedef, [filled[i] for i in range(len(leaves))])
         return jax.tree.leaves(module(*a, **k))
 

@@ -80,7 +80,9 @@ class Session:
     def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model = model
         self.inputs = _first_call.as_specs((args, kwargs))
-        self.lazy = _graph.lazy_nodes(model)
+        leaves = jax.tree.leaves(self.inputs, is_leaf=_is_module)
+        self.roots = [model, *(v for v in leaves if _is_module(v))]  # a call's arguments may be lazy as well
+        self.lazy = _graph.lazy_nodes(self.roots)
         self.visits: dict[int, Visit] = {}
         self.calls: dict[Path, Call] = {}
         self.output: Any = None
@@ -118,14 +120,14 @@ class Session:
     def _run(self) -> None:
         leaves, treedef = jax.tree.flatten(self.inputs, is_leaf=_is_module)
         arrays = {i: v for i, v in enumerate(leaves) if isinstance(v, jax.ShapeDtypeStruct)}
-        modules = {i: v for i, v in enumerate(leaves) if _is_module(v)}
-        graphdef, state = nnx.split([self.model, *modules.values()])
+        modules = [i for i, v in enumerate(leaves) if _is_module(v)]
+        graphdef, state = nnx.split(self.roots)
 
         def traced(given: dict[int, Any]) -> Any:
             self._root = _compat.weak(_compat.current_trace())
             model, *copies = nnx.merge(graphdef, state, copy=True)
             _fill_abstract([model, *copies])
-            self._prepare(model)
+            self._prepare([model, *copies])
             filled = dict(enumerate(leaves)) | given | dict(zip(modules, copies, strict=True))
             args, kwargs = jax.tree.unflatten(treedef, [filled[i] for i in range(len(leaves))])
             output = self._call(model, args, kwargs)
@@ -168,15 +170,15 @@ class Session:
         kind = _own_name(_resolve(self.model, path))
         return f"{dotted(path)} ({kind})" if path else kind
 
-    def _prepare(self, model: Any) -> None:
+    def _prepare(self, copies: list[Any]) -> None:
         """Number the lazy layers of the copy, follow its calls, and initialize what must be from the start."""
         for index, (path, _) in enumerate(self.lazy):
-            object.__setattr__(_resolve(model, path), INDEX, index)
-        for path, node in list(_graph.nodes(model)):
+            object.__setattr__(_resolve(copies, path), INDEX, index)
+        for path, node in _graph.nodes(self.model):  # named as in the model: the copy sorts its attributes
             if isinstance(node, nnx.Module) and callable(node):
-                self._follow(node, path)
+                self._follow(_resolve(copies[0], path), path)
         for index, (args, kwargs) in self._early.items():
-            self.initialize(_resolve(model, self.lazy[index][0]), args, kwargs)
+            self.initialize(_resolve(copies, self.lazy[index][0]), args, kwargs)
 
     def _follow(self, node: Any, path: Path) -> None:
         def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -202,7 +204,7 @@ class Session:
             if not _first_call.empty_slots(node):
                 _lifecycle.settle(node, None)
         graphdef, state = nnx.split(model)
-        return graphdef, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state)
+        return graphdef, jax.tree.map(_first_call.as_specs, state)
 
     # ------------------------------------------------------------ lazy layers
 

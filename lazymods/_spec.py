@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import math
-import operator
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -20,10 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from lazymods import _blueprint, _compat
+from lazymods._arguments import UnhashableError, common_multiple, constructor_parameters, freeze
 from lazymods._blueprint import Blueprint, Node, Path, Static
 from lazymods._errors import Problem, SerializationError, UninitializedError
 from lazymods._placeholder import SIZE_LINE, UninitializedVariable
@@ -34,10 +31,6 @@ PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
 
 REFUSALS = (ValueError, TypeError, ZeroDivisionError, AssertionError, LookupError, AttributeError)
-
-
-class UnhashableError(Exception):
-    """An argument cannot be part of a cache key."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +57,13 @@ class Template:
 
     Attributes:
         blueprint: The constructor, read at the first probe.
-        shapes: Partial shape by slot.
+        shapes: Partial shape by slot, None where the rank depends on the sizes.
         axes: The formula of each axis, by slot.
         pending: Paths of static attributes that depend on the sizes.
     """
 
     blueprint: Blueprint
-    shapes: Mapping[Path, PartialShape]
+    shapes: Mapping[Path, PartialShape | None]
     axes: Mapping[Path, tuple[Axis, ...]]
     pending: frozenset[Path]
 
@@ -146,12 +139,12 @@ class LayerSpec:
                     )
                 ) from error
         streams = tuple((n, str(jax.random.key_impl(_example_key(d))), tag) for n, d, tag in self.streams)
-        defaults = tuple(k for k in self.config if k not in given)
+        names = tuple(self.config)  # in their order, which is part of the key
         return _restore, (
             self.name,
             self.cls,
             given,
-            defaults,
+            names,
             self.unknown,
             self.options,
             streams,
@@ -220,7 +213,7 @@ class LayerSpec:
         Raises:
             Exception: What the constructor raises at every probe.
         """
-        base = _common_multiple(self.arguments)
+        base = common_multiple(self.arguments)
         error: Exception | None = None
         several = [base * p for p in PRIMES]
         for units in (several, [720720 * u for u in several], [2] * len(PRIMES)):
@@ -271,6 +264,7 @@ class LayerSpec:
         Returns:
             The sizes that follow, and what does not fit, in words.
         """
+        shapes = {p: s for p, s in shapes.items() if template.shapes[p] is not None and len(s) == len(template.axes[p])}
         sizes: Sizes = {}
         conflicts: list[str] = []
         changed = True
@@ -297,7 +291,11 @@ class LayerSpec:
 
 
 def _template(base: Blueprint, axes: Mapping[Path, tuple[Axis, ...]], others: Sequence[Blueprint]) -> Template:
-    shapes = {path: tuple(int(a.offset) if a.factors == {} else None for a in axes[path]) for path in axes}
+    shapes: dict[Path, PartialShape | None] = {}
+    for path in axes:
+        ranks = {len(b.slots[path].shape) for b in (base, *others) if path in b.slots}
+        known = tuple(int(a.offset) if a.factors == {} else None for a in axes[path])
+        shapes[path] = known if len(ranks) == 1 else None  # not even the rank is sure
     pending: set[Path] = set()
     for other in others:
         pending |= set(_different(base.root, other.root, ()))
@@ -397,46 +395,6 @@ def _context() -> Any:
     return jnp.result_type(float), nnx.var_defaults().hijax
 
 
-def freeze(value: Any) -> Any:
-    """Turn an argument into a hashable key that tells 1, True and 1.0 apart.
-
-    Raises:
-        UnhashableError: If it holds an array or anything else without a hash.
-    """
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(freeze(v) for v in value)
-    if isinstance(value, Mapping):
-        return type(value), tuple((freeze(k), freeze(v)) for k, v in value.items())
-    if isinstance(value, float):
-        return float, value.hex()
-    if isinstance(value, (jax.Array, np.ndarray, nnx.Pytree)):
-        raise UnhashableError
-    try:
-        hash(value)
-    except TypeError as error:
-        raise UnhashableError from error
-    return type(value), value
-
-
-def _common_multiple(arguments: Mapping[str, Any]) -> int:
-    """A number that every plausible group count, head count or width among the arguments divides."""
-    found = 1
-    for value in jax.tree.leaves(list(arguments.values())):
-        if isinstance(value, int) and not isinstance(value, bool) and 1 < value <= 65536:
-            found = math.lcm(found, value) if math.lcm(found, value) < 2**24 else found
-    return found
-
-
-def as_size(value: Any) -> int | None:
-    """Return a positive int, or None if ``value`` is no size."""
-    if isinstance(value, (bool, np.bool_)):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
 def _dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
@@ -451,29 +409,11 @@ def _example_key(dtype: Any) -> Any:
     raise TypeError(f"unknown kind of random key {dtype}")
 
 
-def _restore(
-    name: str, cls: type, given: Any, defaults: Any, unknown: Any, options: Any, streams: Any, *rest: Any
-) -> Any:
+def _restore(name: str, cls: type, given: Any, names: Any, unknown: Any, options: Any, streams: Any, *rest: Any) -> Any:
     parameters = constructor_parameters(cls)
-    config = {k: parameters[k].default for k in defaults} | given
+    config = {k: given[k] if k in given else parameters[k].default for k in names}
     streams = tuple((n, jax.random.key(0, impl=impl).dtype, tag) for n, impl, tag in streams)
     return LayerSpec(name, cls, config, unknown, options, streams, *rest)
-
-
-@functools.cache
-def constructor_parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """The constructor's parameters; those behind ``**kwargs`` are looked up in the base classes."""
-    found: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__:
-        if "__init__" not in vars(base):
-            continue
-        own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
-        for p in own:
-            if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
-                found.setdefault(p.name, p)
-        if not any(p.kind is p.VAR_KEYWORD for p in own):
-            break
-    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -496,7 +436,7 @@ class SlotSource:
             )
         template = self.spec.template
         sizes, _ = self.spec.solve(template, {self.path: shape})
-        rest = {n: _common_multiple(self.spec.arguments) * PRIMES[i] for i, n in enumerate(self.spec.size_names)}
+        rest = {n: common_multiple(self.spec.arguments) * PRIMES[i] for i, n in enumerate(self.spec.size_names)}
         blueprint = self.spec.blueprint(self.spec.values(rest | sizes), {})
         return blueprint.run([blueprint.slots[self.path]], keys)[0]
 

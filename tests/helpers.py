@@ -67,6 +67,23 @@ def assert_same_model(got: Any, want: Any) -> None:
         assert not isinstance(leaf, jax.core.Tracer)
 
 
+def contents(model: Any) -> dict[str, Any]:
+    """Every value and placeholder of a model, random state included, and the classes of its parts."""
+    values: dict[str, Any] = {}
+    for name, value in lm.state_dict(model, include_rng=True).items():
+        values[name] = value.recipe if lm.is_lazy(value) else raw(value).copy()
+    modules = [type(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
+    return values | {f"class {i}": cls for i, cls in enumerate(modules)}
+
+
+def assert_unchanged(model: Any, before: dict[str, Any]) -> None:
+    """What :func:`contents` gives is still the same."""
+    after = contents(model)
+    assert list(after) == list(before)
+    for name, value in before.items():
+        assert np.array_equal(after[name], value) if isinstance(value, np.ndarray) else after[name] == value, name
+
+
 class MLP(nnx.Module):
     """Two linear layers: without sizes, or with ``d_in``."""
 

@@ -234,7 +234,7 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "infer-type": (
         infers(3),
         lm.ShapeInferenceError,
-        text("LazyLinear", "f32[2,3]: infer returned a int", DICT, RETURN),
+        text("LazyLinear", "f32[2,3]: infer returned 3", DICT, RETURN),
     ),
     "infer-names": (
         infers({"features": 3}),
@@ -264,14 +264,14 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "first-call-filled-slot": (
         half_filled,
         lm.ShapeInferenceError,
-        text("kernel of LazyLinear", "a value of shape (7, 4)", "shape (3, 4), by the sizes inferred",
+        text("kernel (Param of LazyLinear)", "a value of shape (7, 4)", "shape (3, 4), by the sizes inferred",
              "an input whose sizes give kernel that shape"),
     ),
     "first-call-other-placeholder": (
         other_bias,
         lm.ShapeInferenceError,
-        text("bias of LazyLinear", "a placeholder of shape (5,)", "shape (4,), by the sizes inferred",
-             "an input whose sizes give bias that shape"),
+        text("bias (UninitializedParameter of LazyLinear)", "a placeholder of shape (5,)",
+             "shape (4,), by the sizes inferred", "an input whose sizes give bias that shape"),
     ),
     "first-call-left-empty": (
         lambda: Forgetful()(X),

@@ -115,6 +115,7 @@ def load_state_dict(
             parameters whose entries differ, or, if ``strict``, missing and unexpected names.
         UninitializedError: If an uninitialized entry meets a parameter that has a value.
         TypeError: If ``state_dict`` is no mapping from names.
+        ValueError: If ``mismatched`` is neither ``"error"`` nor ``"skip"``.
 
     Example:
         >>> import lazymods as lm
@@ -199,6 +200,7 @@ def _plan(model: Any, given: dict[str, Any], mismatched: str) -> tuple[_Plan, li
             used.update(f"{p.name}.{IMPL}" for p in found)
             _check_key(plan, found[0], given)
             continue
+        found.sort(key=lambda p: isinstance(given[p.name], UninitializedVariable))  # a value, if one has it
         if _ties_agree(plan, found, given):
             _check_entry(plan, found, given[found[0].name])
     _check_lazy_layers(plan)

@@ -1,0 +1,74 @@
+"""A constructor's arguments: their names, as a cache key, and as sizes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+
+class UnhashableError(Exception):
+    """An argument cannot be part of a cache key."""
+
+
+@functools.cache
+def constructor_parameters(cls: type) -> dict[str, inspect.Parameter]:
+    """The constructor's parameters; those behind ``**kwargs`` are looked up in the base classes."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+        for p in own:
+            if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
+                found.setdefault(p.name, p)
+        if not any(p.kind is p.VAR_KEYWORD for p in own):
+            break
+    return found
+
+
+def freeze(value: Any) -> Any:
+    """Turn an argument into a hashable key that tells 1, True and 1.0 apart.
+
+    Raises:
+        UnhashableError: If it holds an array or anything else without a hash.
+    """
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(freeze(v) for v in value)
+    if isinstance(value, Mapping):
+        return type(value), tuple((freeze(k), freeze(v)) for k, v in value.items())
+    if isinstance(value, float):
+        return float, value.hex()
+    if isinstance(value, (jax.Array, np.ndarray, nnx.Pytree)):
+        raise UnhashableError
+    try:
+        hash(value)
+    except TypeError as error:
+        raise UnhashableError from error
+    return type(value), value
+
+
+def common_multiple(arguments: Mapping[str, Any]) -> int:
+    """A number that every plausible group count, head count or width among the arguments divides."""
+    found = 1
+    for value in jax.tree.leaves(list(arguments.values())):
+        if isinstance(value, int) and not isinstance(value, bool) and 1 < value <= 65536:
+            found = math.lcm(found, value) if math.lcm(found, value) < 2**24 else found
+    return found
+
+
+def as_size(value: Any) -> int | None:
+    """Return a positive int, or None if ``value`` is no size."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None

@@ -1,0 +1,43 @@
+"""README.md lists every row and report once, and the tests that it names exist."""
+
+import re
+from pathlib import Path
+
+HERE = Path(__file__).parent
+REPORTS = {
+    "a": [1, 2, 4, 5, 6, 7, 8, 11, 12, 13, 14, 15, 17, 18, 19, 20, 22, 23, 24, 26, 27, 28, 29, 31, 33, 34, 35],
+    "b": [36, 37, 38, 39, 40, 41, 42, 43, 45, 47, 48, 49, 51, 52, 54, 56, 57, 58, 59, 60, 61, 63, 65, 67, 69],
+    "c": [70, 72, 73, 75, 76, 77, 78, 80, 82, 83, 85, 87],
+}
+
+
+def lines() -> dict[str, tuple[str, list[str]]]:
+    """Number, scenario and tests of each line of the tables."""
+    found = re.findall(r"^\| ([abc]?\d+) \| (.+) \| (.+) \|$", (HERE / "README.md").read_text(), re.MULTILINE)
+    assert len({number for number, _, _ in found}) == len(found)
+    return {number: (scenario, [] if tests == "-" else tests.split(", ")) for number, scenario, tests in found}
+
+
+def test_every_row_and_report_is_listed() -> None:
+    wanted = [str(n) for n in range(1, 208)] + [f"{group}{n}" for group, numbers in REPORTS.items() for n in numbers]
+    assert list(lines()) == wanted
+
+
+def test_the_tests_exist_and_what_is_not_tested_says_why() -> None:
+    defined = {
+        f"{path.stem.removeprefix('test_')}::{name}"
+        for path in HERE.glob("test_*.py")
+        for name in re.findall(r"^def test_(\w+)", path.read_text(), re.MULTILINE)
+    }
+    for number, (scenario, tests) in lines().items():
+        assert set(tests) <= defined, number
+        assert tests or re.match(r"(PyTorch's own tool|Later|Differs): .+\.$", scenario), number
+
+
+def test_a_test_that_names_a_row_or_report_is_listed_there() -> None:
+    listed = {(number, test) for number, (_, tests) in lines().items() for test in tests}
+    for path in HERE.glob("test_ro*.py"):
+        for name in re.findall(r"^def test_(\w+)", path.read_text(), re.MULTILINE):
+            prefix = re.match(r"rows?((?:_(?:and_)?\d+)+)_", f"{name}_")
+            for number in re.findall(r"\d+", prefix[1]) if prefix else []:
+                assert (number, f"{path.stem.removeprefix('test_')}::{name}") in listed, (number, name)

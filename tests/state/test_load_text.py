@@ -1,0 +1,171 @@
+"""The full text of what ``load_state_dict`` says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import lazymods as lm
+
+
+def linear(lazy: bool = False) -> Any:
+    return lm.LazyLinear(4, rngs=nnx.Rngs(0)) if lazy else nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+
+
+def entries(**changes: Any) -> dict[str, Any]:
+    return {"kernel": jnp.ones((3, 4)), "bias": jnp.zeros(4)} | changes
+
+
+def part(where: str, got: str, needed: str, write: str) -> str:
+    return f"{where}\n  got:    {got}\n  needed: {needed}\n  write:  {write}"
+
+
+def heading(kind: str) -> str:
+    return f"the state dict does not fit {kind}; nothing was loaded"
+
+
+def tied() -> Any:
+    model = nnx.List([linear(), linear()])
+    model[1].kernel = model[0].kernel
+    return model
+
+
+def hooked() -> Any:
+    layer = linear()
+
+    def refuse(module: Any, sd: Any, prefix: str, *rest: Any) -> None:
+        rest[-1].append(f"no {prefix!r} today")
+
+    lm.register_load_state_dict_pre_hook(layer, refuse)
+    return nnx.List([layer])
+
+
+class Odd(nnx.Module):
+    """An axis of an odd length."""
+
+    def __init__(self, n: int, *, rngs: nnx.Rngs):
+        self.w = nnx.Param(jnp.zeros(2 * n + 1))
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+SKIP = 'mismatched="skip" to leave it out, or an entry that fits'
+AGREE = "entries that agree on the layer's sizes"
+SAME_LAYER = "entries of one and the same layer"
+
+TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "shape-lazy": (
+        lambda: linear(lazy=True),
+        entries(kernel=jnp.ones((7, 3))),
+        f"{heading('LazyLinear')}\n"
+        + part("kernel (UninitializedParameter)", "f32[7,3]", "shape (?, 4), without broadcasting", SKIP),
+    ),
+    "shape-ready": (
+        linear,
+        entries(kernel=jnp.ones((1, 4))),
+        f"{heading('Linear')}\n" + part("kernel (Param)", "f32[1,4]", "shape (3, 4), without broadcasting", SKIP),
+    ),
+    "complex": (
+        linear,
+        entries(kernel=jnp.ones((3, 4), jnp.complex64)),
+        f"{heading('Linear')}\n"
+        + part("kernel (Param)", "c64[3,4]", "a real array, for c64[3,4] would lose its imaginary part",
+               "kernel in a dtype that casts to float32"),
+    ),
+    "range": (
+        lambda: nnx.Dict(n=nnx.Param(jnp.zeros(2, jnp.int8))),
+        {"n": np.array([1, 200])},
+        f"{heading('Dict')}\n"
+        + part("n (Param)", "s64[2]", "numbers from -128 to 127, for int8", "n in a dtype that casts to int8"),
+    ),
+    "no-array": (
+        linear,
+        entries(bias="zeros"),
+        f"{heading('Linear')}\n"
+        + part("bias (Param)", "a value of type str", "an array of numbers", "jnp.asarray(...) for bias"),
+    ),
+    "ties": (
+        tied,
+        {"0.kernel": jnp.ones((3, 4)), "1.kernel": jnp.zeros((3, 4)), "0.bias": jnp.ones(4), "1.bias": jnp.ones(4)},
+        f"{heading('List')}\n"
+        + part("1.kernel (Param)", "another value than 0.kernel, to which it is tied in the model",
+               "one value for what is one parameter", "equal entries, or only 0.kernel"),
+    ),
+    "missing-and-unexpected": (
+        linear,
+        {"kernel": jnp.ones((3, 4)), "weight": jnp.ones(1)},
+        f"{heading('Linear')}\n"
+        + part("bias", "no entry in the state dict", "an entry for each parameter of the model",
+               "strict=False to load the others, or lm.state_dict of a model like this one")
+        + "\n"
+        + part("weight", "an entry that the model has no parameter for", "only entries of the model",
+               "strict=False to leave it out"),
+    ),
+    "uninitialized": (
+        linear,
+        lm.state_dict(linear(lazy=True)),
+        f"{heading('Linear')}\n"
+        + part("bias (Param)", "an uninitialized entry of shape (4,)",
+               "a value: the model's parameter has one, f32[4]", "lm.materialize(other, x) before lm.state_dict(other)")
+        + "\n"
+        + part("kernel (Param)", "an uninitialized entry of shape (?, 4)",
+               "a value: the model's parameter has one, f32[3,4]",
+               "lm.materialize(other, x) before lm.state_dict(other)"),
+    ),
+    "uninitialized-of-unknown-rank": (
+        lambda: nnx.Dict(w=nnx.Param(jnp.ones(2))),
+        {"w": lm.UninitializedParameter()},
+        f"{heading('Dict')}\n"
+        + part("w (Param)", "an uninitialized entry of shape ?", "a value: the model's parameter has one, f32[2]",
+               "lm.materialize(other, x) before lm.state_dict(other)"),
+    ),
+    "sizes-disagree": (
+        lambda: nnx.Dict(norm=lm.LazyLayerNorm(rngs=nnx.Rngs(0))),
+        {"norm.scale": jnp.ones(3), "norm.bias": jnp.ones(4)},
+        f"{heading('Dict')}\n"
+        + part("norm (LazyLayerNorm)", "axis 0 of bias is 4, but other entries make it 3", AGREE, SAME_LAYER),
+    ),
+    "no-whole-size": (
+        lambda: lm.lazy(Odd, infer=lambda config, x: {"n": x.shape[-1]})(rngs=nnx.Rngs(0)),
+        {"w": jnp.ones(4)},
+        f"{heading('LazyOdd')}\n" + part("LazyOdd", "n would be 3/2 by w of shape (4,)", AGREE, SAME_LAYER),
+    ),
+    "sizes-refused": (
+        lambda: lm.LazyGroupNorm(num_groups=4, rngs=nnx.Rngs(0)),
+        {"scale": jnp.ones(6), "bias": jnp.ones(6)},
+        f"{heading('LazyGroupNorm')}\n"
+        + part("LazyGroupNorm", "num_features=6, which GroupNorm refuses: Number of groups (4) does not divide the "
+               "number of channels (6).", AGREE, SAME_LAYER),
+    ),
+    "hook": (
+        hooked,
+        {"0.kernel": jnp.ones((3, 4)), "0.bias": jnp.zeros(4)},
+        "a hook refuses the state dict for List\n"
+        + part("List", "no '0.' today", "entries that the hook accepts", "another state dict"),
+    ),
+    "key-implementation": (
+        lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
+        {"rngs.key": np.zeros(2, np.uint32), "rngs.key.impl": np.frombuffer(b"rbg", np.uint8)},
+        f"{heading('Dropout')}\n"
+        + part("rngs.key (RngKey)", "u32[2] of a rbg key", "the data of a threefry2x32 key, uint32",
+               "lm.state_dict(model, include_rng=True)"),
+    ),
+    "key-shape": (
+        lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
+        {"rngs.key": np.zeros(4, np.uint32)},
+        f"{heading('Dropout')}\n" + part("rngs.key (RngKey)", "u32[4]", "shape (2,)", SKIP),
+    ),
+}
+
+
+@pytest.mark.parametrize("make, given, expected", TEXTS.values(), ids=TEXTS)
+def test_full_text(make: Callable[[], Any], given: dict[str, Any], expected: str) -> None:
+    model = make()
+    with pytest.raises(lm.LazyError) as caught:
+        lm.load_state_dict(model, given)
+    assert type(caught.value) is (lm.UninitializedError if "uninitialized" in expected else lm.StateDictError)
+    assert str(caught.value) == expected

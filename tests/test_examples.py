@@ -1,0 +1,86 @@
+"""Every example runs, and its ``main`` returns what it promises."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+
+FOLDER = Path(__file__).parent.parent / "examples"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax's adam raises a Python float to an int32 count, which strict promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def load(name: str) -> ModuleType:
+    """Import an example, which is no part of a package."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_short_and_tested(name: str):
+    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 60
+    assert f"test_{name}" in globals()
+
+
+def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "mlp.safetensors"
+    accuracy, again = load("quickstart").main(str(file))
+    assert accuracy > 0.95
+    assert again == accuracy
+    shapes = {name: array.shape for name, array in load_file(file).items()}
+    assert shapes == {"fc1.kernel": (64, 128), "fc1.bias": (128,), "fc2.kernel": (128, 10), "fc2.bias": (10,)}
+    out = capsys.readouterr().out
+    assert "total: 9,610 parameters" in out  # 64 * 128 + 128 + 128 * 10 + 10
+    assert "training" in out
+    assert "100%" in out
+    assert f"accuracy on 357 held-out digits: {accuracy:.4f}" in out
+
+
+def test_conv_net(capsys: pytest.CaptureFixture[str]):
+    accuracy, width = load("conv_net").main()
+    assert accuracy > 0.95
+    assert width == 2 * 2 * 32  # 8x8 halved by the pool, less two by the second convolution, times its channels
+    assert "LazyBatchNorm2d" in capsys.readouterr().out
+
+
+def test_custom_lazy_module():
+    example = load("custom_lazy_module")
+    explicit = example.Prototypes(64, 10, rngs=nnx.Rngs(0))
+    made, by_hand = example.main()
+    for layer, accuracy in (made, by_hand):
+        assert type(layer) is example.Prototypes
+        assert nnx.graphdef(layer) == nnx.graphdef(explicit)
+        assert accuracy > 0.9
+    assert made[1] == by_hand[1]
+    for cls in (example.LazyPrototypes, example.PrototypesByHand):
+        lazy = cls(classes=10, rngs=nnx.Rngs(0))
+        lazy(jax.numpy.ones((2, 64)))
+        np.testing.assert_array_equal(lazy.centers[...], explicit.centers[...])
+
+
+def test_from_torch_habits():
+    seen = load("from_torch_habits").main()
+    assert seen.pop("accuracy") > 0.9
+    assert seen == {
+        "lazy": True,
+        "flat": 6 * 6 * 16,
+        "parameters": (3 * 3 * 16 + 16) + 2 * 16 + (6 * 6 * 16 * 10 + 10),
+        "hooked": (357, 10),
+        "loaded": "<All keys matched successfully>",
+        "same": True,
+    }
