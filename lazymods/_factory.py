@@ -7,24 +7,21 @@ object placeholders. At the first call ``infer`` tells the missing arguments, an
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import itertools
 import pickle
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax import export
-from jax.core import Tracer
 
-from lazymods import _compat, _first_call, _graph, _lifecycle
-from lazymods._arguments import as_size, constructor_parameters
+from lazymods import _compat, _first_call, _sizing
+from lazymods._arguments import constructor_parameters
 from lazymods._blueprint import Blueprint
 from lazymods._building import build
 from lazymods._errors import (
@@ -38,9 +35,9 @@ from lazymods._errors import (
 )
 from lazymods._graph import STATE
 from lazymods._mixin import LazyModuleMixin
+from lazymods._plan import Infer, Plan
 from lazymods._spec import REFUSALS, LayerSpec
 
-Infer = Callable[..., dict[str, Any]]
 _NOT_TRACEABLE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -56,35 +53,6 @@ class _Inferred:
 
 
 INFERRED = _Inferred()
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How a lazy class was asked for.
-
-    Attributes:
-        cls: The class it becomes.
-        infer: ``infer(config, *args, **kwargs)`` returns the missing constructor arguments.
-        inferred: Arguments that the signature leaves out; None leaves out nothing, and infers what is not given.
-        structure: From the bound arguments, what is unknown: ``{"kernel_shape": (2, None, 4)}``.
-        options: Arguments that the lazy class takes and the class does not, with their defaults.
-        prepare: Changes the bound arguments before they are used.
-        entries: Methods that may be called first; each turns its arguments into those of the forward.
-        wraps: The argument whose module is initialized first, with the same call.
-        optional: Required arguments that may be None in the lazy class, still by position.
-    """
-
-    cls: type
-    infer: Infer
-    inferred: tuple[str, ...] | None = None
-    structure: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
-    entries: Mapping[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]] = dataclasses.field(
-        default_factory=dict
-    )
-    wraps: str | None = None
-    optional: tuple[str, ...] = ()
 
 
 def lazy(cls: type, *, infer: Infer) -> Any:
@@ -128,7 +96,7 @@ def make(plan: Plan, *, name: str, module: str, doc: str | None = None) -> Any:
 
     def initialize_parameters(self: Any, *args: Any, **kwargs: Any) -> Blueprint:
         """Infer the sizes from the arguments of the first call and initialize every parameter."""
-        return _initialize_parameters(self, plan, args, kwargs)
+        return _sizing.initialize_parameters(self, plan, args, kwargs)
 
     __init__.__signature__ = signature  # type: ignore[attr-defined]
     namespace = {
@@ -140,7 +108,7 @@ def make(plan: Plan, *, name: str, module: str, doc: str | None = None) -> Any:
         "__reduce_ex__": _reduce,
         "initialize_parameters": initialize_parameters,
         "cls_to_become": plan.cls,
-        "_lazymods_infer": lambda self, args, kwargs: infer_values(self, plan, args, kwargs),
+        "_lazymods_infer": lambda self, args, kwargs: _sizing.infer_values(self, plan, args, kwargs),
         "_lazymods_plan": plan,
     }
     for entry in plan.entries:
@@ -214,6 +182,7 @@ def _construct(
             )
         ) from error
     bound.apply_defaults()
+    _check_defaults(name)
     config = {k: v for k, v in bound.arguments.items() if v is not INFERRED}
     if plan.prepare is not None:
         config = plan.prepare(config)
@@ -236,6 +205,16 @@ def _construct(
     for n, draws in template.blueprint.draws.items():
         if draws:
             streams[n].count.set_raw_value(streams[n].count.get_value() + np.uint32(draws))
+
+
+def _check_defaults(name: str) -> None:
+    """Refuse kinds of Variables that have no placeholder."""
+    defaults = nnx.var_defaults()
+    for kind, on in (("ref", defaults.ref), ("hijax", defaults.hijax)):
+        if on:
+            needed = "ordinary Variables: a placeholder is none of that kind"
+            write = f"with nnx.var_defaults({kind}=False): {name}(...)"
+            raise ConfigurationError(Problem(name, f"nnx.var_defaults({kind}=True)", needed, write))
 
 
 def _short(signature: inspect.Signature) -> str:
@@ -313,118 +292,7 @@ def _unreadable(cls: type, error: Exception) -> LazyError:
     return kind(Problem(name, got, "arguments that the class takes for some size", f"other arguments, or {by_hand}"))
 
 
-# ---------------------------------------------------------------- the first call
-
-
-def _initialize_parameters(layer: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Blueprint:
-    if plan.wraps is not None:
-        _initialize_wrapped(getattr(layer, plan.wraps), args, kwargs)
-    values = infer_values(layer, plan, args, kwargs)
-    try:
-        return _lifecycle.fill(layer, values, abstract=_first_call.LOCAL.session is not None)
-    except LazyError:
-        raise
-    except REFUSALS as error:
-        reason = " ".join(str(error).split())
-        sizes = ", ".join(f"{k}={v}" for k, v in values.items())
-        raise ShapeInferenceError(
-            Problem(
-                _graph.place(layer, type(layer).__name__),
-                f"{describe_call(args, kwargs)}, so {sizes}",
-                f"sizes that {plan.cls.__name__} takes; it says: {reason}",
-                "an input of another width",
-            )
-        ) from error
-
-
-def _initialize_wrapped(inner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if _graph.is_lazy_node(inner):
-        _first_call.initialize(inner, args, kwargs)
-    elif _graph.has_uninitialized_params(inner):
-        from lazymods._inference import materialize  # it needs this module
-
-        materialize(inner, *args, **kwargs)
-
-
-def infer_values(layer: Any, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Call ``infer`` with the shapes of a call's arguments and check what it returns.
-
-    Raises:
-        ShapeInferenceError: If it raises, or returns anything but the missing arguments as positive ints.
-    """
-    spec = vars(layer)[STATE].spec
-    config = MappingProxyType(spec.config | _lifecycle.modules_of(layer))
-    shapes, named = _first_call.as_specs((args, kwargs))
-    try:
-        values = plan.infer(config, *shapes, **named)
-    except LazyError:
-        raise
-    except Exception as error:
-        needed = f"a call from which infer can tell the sizes; it raised {type(error).__name__}: {error}"
-        write = "a call with the arguments that the layer's forward takes"
-        if isinstance(error, NotInferableError):
-            needed, write = error.needed, error.write
-        where = _graph.place(layer, type(layer).__name__)
-        cause = None if isinstance(error, NotInferableError) else error
-        raise ShapeInferenceError(Problem(where, describe_call(args, kwargs), needed, write)) from cause
-    problem = _wrong_values(spec, values) or _zero(values)
-    if problem is not None:
-        got, needed, write = problem
-        where = _graph.place(layer, type(layer).__name__)
-        raise ShapeInferenceError(Problem(where, f"{describe_call(args, kwargs)}: {got}", needed, write))
-    return {k: _plain(v) for k, v in values.items()}
-
-
-class NotInferableError(Exception):
-    """Raised by the built-in ``infer`` functions: what is needed, and the line to write."""
-
-    def __init__(self, needed: str, write: str) -> None:
-        super().__init__(needed)
-        self.needed, self.write = needed, write
-
-
-def _wrong_values(spec: LayerSpec, values: Any) -> tuple[str, str, str] | None:
-    """Say what is wrong with what ``infer`` returned: got, needed, write."""
-    wanted = sorted(spec.unknown)
-    needed = f"a dict of positive ints for {', '.join(wanted) or 'nothing'}: the arguments that were not given"
-    write = "return {" + ", ".join(f'"{n}": x.shape[-1]' for n in wanted) + "}"
-    if not isinstance(values, Mapping):
-        return f"infer returned {values!r}", needed, write
-    if set(values) != set(wanted):
-        return f"infer returned the arguments {sorted(map(str, values))}", needed, write
-    for name, value in values.items():
-        for leaf in jax.tree.leaves(value, is_leaf=lambda v: v is None):
-            if not _is_dimension(leaf):
-                return f"infer returned {name}={leaf!r}", needed, write
-            if as_size(leaf) is None:
-                return (
-                    f"{name}={leaf}, a symbolic size",
-                    "a concrete feature axis: parameters need their sizes, only batch axes may be symbolic",
-                    "an input whose feature axis is an int",
-                )
-    return None
-
-
-def _is_dimension(value: Any) -> bool:
-    if isinstance(value, Tracer):
-        return False
-    size = as_size(value)
-    return export.is_symbolic_dim(value) if size is None else size >= 0
-
-
-def _zero(values: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    zero = [k for k, v in values.items() if any(as_size(leaf) == 0 for leaf in jax.tree.leaves(v))]
-    if not zero:
-        return None
-    return (
-        ", ".join(f"{k}=0" for k in zero),
-        "at least one feature: an initializer divides by their number",
-        "an input whose feature axis is not empty",
-    )
-
-
-def _plain(value: Any) -> Any:
-    return jax.tree.map(as_size, value)
+# ---------------------------------------------------------------- methods that may be called first
 
 
 def _entry(plan: Plan, name: str) -> Any:

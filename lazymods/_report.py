@@ -21,11 +21,19 @@ from lazymods._recipe import PartialShape
 
 @dataclasses.dataclass(frozen=True)
 class ParameterShape:
-    """A parameter or buffer: its name in the layer, its shape (None where unknown) and its dtype."""
+    """A parameter or buffer.
+
+    Attributes:
+        name: Its name in the layer.
+        shape: Its shape, None for an axis that is unknown, or as a whole.
+        dtype: Its dtype.
+        shared: Whether it is one that an earlier row has too: totals count it once.
+    """
 
     name: str
     shape: PartialShape | None
     dtype: Any
+    shared: bool = False
 
     @property
     def size(self) -> int | None:
@@ -101,12 +109,12 @@ class ShapeReport:
     @property
     def total_parameters(self) -> int:
         """The number of elements of all parameters and buffers whose shape is known."""
-        return sum(p.size or 0 for row in self.rows for p in row.parameters)
+        return sum(p.size or 0 for row in self.rows for p in row.parameters if not p.shared)
 
     @property
     def total_bytes(self) -> int:
         """The number of bytes of all parameters and buffers whose shape is known."""
-        return sum(p.nbytes or 0 for row in self.rows for p in row.parameters)
+        return sum(p.nbytes or 0 for row in self.rows for p in row.parameters if not p.shared)
 
     @property
     def is_complete(self) -> bool:
@@ -210,10 +218,11 @@ def report_of(
     visited = {id(v.layer): v for v in session.visits.values()} if session is not None else {}
     known = nnx.merge(*session.ready) if session is not None and session.ready is not None else model
     rows = []
+    seen: set[int] = set()
     for path, node in _ordered_nodes(model):
         lazy = _graph.is_lazy_node(node)
         at = _at(known, path)
-        parameters = _in_order(node, list(_own_parameters(at if at is not None else node)))
+        parameters = _in_order(node, list(_own_parameters(at if at is not None else node, seen)))
         if not parameters and not lazy:
             continue
         call = session.calls.get(path) if session is not None else None
@@ -257,7 +266,7 @@ def _in_order(node: Any, parameters: list[ParameterShape]) -> tuple[ParameterSha
     return tuple(sorted(parameters, key=lambda p: order.get(p.name.partition(".")[0], len(order))))
 
 
-def _own_parameters(node: Any) -> Iterator[ParameterShape]:
+def _own_parameters(node: Any, seen: set[int]) -> Iterator[ParameterShape]:
     """What the layer itself holds, without the objects in it."""
     for key, value in _graph.children(node):
         if isinstance(value, nnx.Pytree):
@@ -266,7 +275,8 @@ def _own_parameters(node: Any) -> Iterator[ParameterShape]:
         for entry in _graph.entries(holder):
             if isinstance(entry.value, nnx.RngState) or _inside_object(holder, entry.path):
                 continue
-            yield _shape_of(entry.name, entry.value)
+            yield dataclasses.replace(_shape_of(entry.name, entry.value), shared=id(entry.value) in seen)
+            seen.add(id(entry.value))
 
 
 def _inside_object(holder: Any, path: Path) -> bool:

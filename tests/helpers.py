@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 import lazymods as lm
 
@@ -64,7 +65,7 @@ def assert_same_model(got: Any, want: Any) -> None:
         assert raw(a[path]).dtype == raw(b[path]).dtype, path
         assert raw(a[path]).tobytes() == raw(b[path]).tobytes(), path
     for leaf in jax.tree.leaves(nnx.state(got)):
-        assert not isinstance(leaf, jax.core.Tracer)
+        assert not isinstance(leaf, Tracer)
 
 
 def contents(model: Any) -> dict[str, Any]:

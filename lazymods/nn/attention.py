@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lazymods._factory import Plan, make
+from lazymods._factory import make
+from lazymods._plan import Plan
 from lazymods.nn._shapes import Config, last_axis
 
 

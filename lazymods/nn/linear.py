@@ -7,7 +7,9 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods._factory import NotInferableError, Plan, make
+from lazymods._factory import make
+from lazymods._plan import Plan
+from lazymods._sizing import NotInferableError
 from lazymods.nn._shapes import Config, check_divides, check_rank, last_axis, rank_of, size_at
 
 # ---------------------------------------------------------------- Linear
@@ -124,7 +126,9 @@ def _einsum_input_sizes(config: Config, inputs: Any) -> dict[str, Any]:
     return sizes
 
 
-def _einsum(config: Config, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
+def _einsum(config: Config, inputs: Any, einsum_str: str | None = None, **_: Any) -> dict[str, Any]:
+    if einsum_str is not None:  # the call's own equation goes first, as in Flax
+        config = {**config, "einsum_str": einsum_str}
     found = _einsum_input_sizes(config, inputs)
     kernel = _einsum_letters(config)[1]
     for letter in kernel:

@@ -6,7 +6,8 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods._factory import Infer, Plan, make
+from lazymods._factory import make
+from lazymods._plan import Infer, Plan
 from lazymods.nn._shapes import Config, check_divides, check_rank, last_axis, product_at
 
 _SPACE = {1: "length", 2: "height, width", 3: "depth, height, width"}
@@ -90,7 +91,7 @@ def _nothing(config: Config, *_: Any, **__: Any) -> dict[str, Any]:
     return {}
 
 
-def _make_wrapper(cls: type, what: str) -> Any:
+def _make_wrapper(cls: type, what: str, wrapped_call: Any) -> Any:
     doc = f"""``nnx.{cls.__name__}`` around a layer that may be lazy.
 
     Inferred: nothing itself. The first call initializes the wrapped layer, then {what}.
@@ -103,9 +104,17 @@ def _make_wrapper(cls: type, what: str) -> Any:
     Raises:
         ShapeInferenceError: At the first call, if the wrapped layer's sizes do not follow from the input.
     """
-    plan = Plan(cls, _nothing, (), wraps="layer_instance")
+    plan = Plan(cls, _nothing, (), wraps="layer_instance", wrapped_call=wrapped_call)
     return make(plan, name=f"Lazy{cls.__name__}", module=__name__, doc=doc)
 
 
-LazyWeightNorm = _make_wrapper(nnx.WeightNorm, "the scales")
-LazySpectralNorm = _make_wrapper(nnx.SpectralNorm, "the singular vectors")
+def _all_passed_on(x: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (x, *args), kwargs
+
+
+def _input_passed_on(x: Any, *_: Any, **__: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (x,), {}
+
+
+LazyWeightNorm = _make_wrapper(nnx.WeightNorm, "the scales", _all_passed_on)
+LazySpectralNorm = _make_wrapper(nnx.SpectralNorm, "the singular vectors", _input_passed_on)
