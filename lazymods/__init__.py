@@ -1,6 +1,7 @@
 """Flax NNX layers that size themselves."""
 
-__version__ = "0.1.0"
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from lazymods._errors import CheckpointError as CheckpointError
 from lazymods._errors import ConfigurationError as ConfigurationError
@@ -21,18 +22,48 @@ from lazymods._hooks import register_load_state_dict_post_hook as register_load_
 from lazymods._hooks import register_load_state_dict_pre_hook as register_load_state_dict_pre_hook
 from lazymods._hooks import register_state_dict_post_hook as register_state_dict_post_hook
 from lazymods._hooks import register_state_dict_pre_hook as register_state_dict_pre_hook
-from lazymods._inference import infer_shapes as infer_shapes
-from lazymods._inference import materialize as materialize
 from lazymods._mixin import LazyModuleMixin as LazyModuleMixin
-from lazymods._optimizer import LazyOptimizer as LazyOptimizer
 from lazymods._placeholder import UninitializedBuffer as UninitializedBuffer
 from lazymods._placeholder import UninitializedParameter as UninitializedParameter
 from lazymods._placeholder import UninitializedVariable as UninitializedVariable
-from lazymods._report import LayerRow as LayerRow
-from lazymods._report import ParameterShape as ParameterShape
-from lazymods._report import ShapeReport as ShapeReport
-from lazymods._report import summary as summary
 from lazymods.nn import *  # noqa: F403  the names of lazymods.nn are public here as well
-from lazymods.state import LoadResult as LoadResult
-from lazymods.state import load_state_dict as load_state_dict
-from lazymods.state import state_dict as state_dict
+
+if TYPE_CHECKING:
+    from lazymods._inference import infer_shapes as infer_shapes
+    from lazymods._inference import materialize as materialize
+    from lazymods._optimizer import LazyOptimizer as LazyOptimizer
+    from lazymods._report import LayerRow as LayerRow
+    from lazymods._report import ParameterShape as ParameterShape
+    from lazymods._report import ShapeReport as ShapeReport
+    from lazymods._report import summary as summary
+    from lazymods.state import LoadResult as LoadResult
+    from lazymods.state import load_state_dict as load_state_dict
+    from lazymods.state import state_dict as state_dict
+
+__version__ = "0.1.0"
+
+# What works on whole models is imported when it is first used: an import of lazymods costs next to nothing.
+_ON_FIRST_USE = {
+    "LayerRow": "lazymods._report",
+    "LazyOptimizer": "lazymods._optimizer",
+    "LoadResult": "lazymods.state",
+    "ParameterShape": "lazymods._report",
+    "ShapeReport": "lazymods._report",
+    "infer_shapes": "lazymods._inference",
+    "load_state_dict": "lazymods.state",
+    "materialize": "lazymods._inference",
+    "state_dict": "lazymods.state",
+    "summary": "lazymods._report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_ON_FIRST_USE})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import html
 import io
@@ -312,7 +313,7 @@ def summary(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
 
     Returns:
         A report that prints as a table. FLOPs are those of XLA's cost analysis of each layer's own call, before
-        optimization.
+        optimization where JAX has its CPU backend.
 
     Raises:
         ShapeInferenceError: If a layer cannot be sized or refuses its input.
@@ -343,5 +344,16 @@ def _flops(session: Any, path: Path, args: Any, kwargs: Any) -> float | None:
         a, k = jax.tree.unflatten(treedef, [filled[i] for i in range(len(leaves))])
         return jax.tree.leaves(module(*a, **k))
 
-    cost = jax.jit(call).lower(state, arrays).cost_analysis()
-    return None if cost is None else float(cost.get("flops", 0.0))
+    return _count(jax.jit(call), state, arrays)
+
+
+def _count(function: Any, *args: Any) -> float | None:
+    """Ask XLA for the operations of a program: before optimization on the CPU, where there is one, else after it."""
+    try:
+        place = jax.default_device(jax.local_devices(backend="cpu")[0])
+    except RuntimeError:  # JAX was started without its CPU backend
+        place = contextlib.nullcontext()
+    with place:
+        lowered = function.lower(*args)
+        cost = lowered.cost_analysis() or lowered.compile().cost_analysis()
+    return None if not cost else float(cost.get("flops", 0.0))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import array, assert_same_bits, assert_same_model, raw, spec
+from helpers import array, assert_same_array, assert_same_bits, assert_same_model, raw, spec
 
 import lazymods as lm
 
@@ -292,7 +292,8 @@ def test_becomes_what_the_constructor_makes(name: str, way: Callable[..., Any]) 
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
         assert type(lazy) is type(want) and nnx.graphdef(lazy) == nnx.graphdef(want)
         fresh, params = (dict(nnx.to_flat_state(nnx.state(m, nnx.Param))) for m in (want, lazy))
-        assert all(raw(params[p]).tobytes() == raw(fresh[p]).tobytes() for p in fresh)
+        for path in fresh:
+            assert_same_array(raw(params[path]), raw(fresh[path]), path)
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, nnx.clone, lambda m: nnx.merge(*nnx.split(m), copy=True),

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import array, assert_same_bits, assert_same_model, lazy_mlp, plain_mlp, raw, spec
+from helpers import ON_CPU, array, assert_same_bits, assert_same_model, lazy_mlp, plain_mlp, raw, spec
 
 import lazymods as lm
 
@@ -131,7 +131,8 @@ def test_a_first_call_and_a_first_update_in_one_jitted_step() -> None:
     optimizer = lm.LazyOptimizer(lazy, one, wrt=nnx.Param)
     reference = nnx.Optimizer(want, one, wrt=nnx.Param)
     for _ in range(3):
-        np.testing.assert_allclose(run(lazy, optimizer), run(want, reference), rtol=1e-5)
+        rounding = 1e-5 if ON_CPU else 1e-3  # an accelerator's matrix units round to tf32
+        np.testing.assert_allclose(run(lazy, optimizer), run(want, reference), rtol=rounding)
     assert type(optimizer) is nnx.Optimizer and nnx.graphdef(optimizer) == nnx.graphdef(reference)
     assert int(optimizer.step[...]) == 3
 

@@ -17,7 +17,8 @@ import lazymods as lm
 PACKAGE = Path(lm.__file__).parent
 ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
-PUBLIC = {n: v for n, v in vars(lm).items() if not n.startswith("_") and not isinstance(v, types.ModuleType)}
+NAMES = {n: getattr(lm, n) for n in dir(lm) if not n.startswith("_")}
+PUBLIC = {n: v for n, v in NAMES.items() if not isinstance(v, types.ModuleType) and n not in ("TYPE_CHECKING", "Any")}
 TITLES = ("Args:", "Attributes:", "Returns:", "Yields:", "Raises:", "Example:", "References:", "Inferred:")
 
 
