@@ -15,13 +15,6 @@ from lazymods._factory import lazy as lazy
 from lazymods._graph import has_uninitialized_params as has_uninitialized_params
 from lazymods._graph import is_lazy as is_lazy
 from lazymods._graph import uninitialized_paths as uninitialized_paths
-from lazymods._hooks import RemovableHandle as RemovableHandle
-from lazymods._hooks import register_forward_hook as register_forward_hook
-from lazymods._hooks import register_forward_pre_hook as register_forward_pre_hook
-from lazymods._hooks import register_load_state_dict_post_hook as register_load_state_dict_post_hook
-from lazymods._hooks import register_load_state_dict_pre_hook as register_load_state_dict_pre_hook
-from lazymods._hooks import register_state_dict_post_hook as register_state_dict_post_hook
-from lazymods._hooks import register_state_dict_pre_hook as register_state_dict_pre_hook
 from lazymods._mixin import LazyModuleMixin as LazyModuleMixin
 from lazymods._placeholder import UninitializedBuffer as UninitializedBuffer
 from lazymods._placeholder import UninitializedParameter as UninitializedParameter
@@ -29,6 +22,13 @@ from lazymods._placeholder import UninitializedVariable as UninitializedVariable
 from lazymods.nn import *  # noqa: F403  the names of lazymods.nn are public here as well
 
 if TYPE_CHECKING:
+    from lazymods._hooks import RemovableHandle as RemovableHandle
+    from lazymods._hooks import register_forward_hook as register_forward_hook
+    from lazymods._hooks import register_forward_pre_hook as register_forward_pre_hook
+    from lazymods._hooks import register_load_state_dict_post_hook as register_load_state_dict_post_hook
+    from lazymods._hooks import register_load_state_dict_pre_hook as register_load_state_dict_pre_hook
+    from lazymods._hooks import register_state_dict_post_hook as register_state_dict_post_hook
+    from lazymods._hooks import register_state_dict_pre_hook as register_state_dict_pre_hook
     from lazymods._inference import infer_shapes as infer_shapes
     from lazymods._inference import materialize as materialize
     from lazymods._optimizer import LazyOptimizer as LazyOptimizer
@@ -42,8 +42,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# What works on whole models is imported when it is first used: an import of lazymods costs next to nothing.
+# Hooks and what works on whole models are imported when they are first used: an import costs next to nothing.
 _ON_FIRST_USE = {
+    "RemovableHandle": "lazymods._hooks",
+    "register_forward_hook": "lazymods._hooks",
+    "register_forward_pre_hook": "lazymods._hooks",
+    "register_load_state_dict_post_hook": "lazymods._hooks",
+    "register_load_state_dict_pre_hook": "lazymods._hooks",
+    "register_state_dict_post_hook": "lazymods._hooks",
+    "register_state_dict_pre_hook": "lazymods._hooks",
     "LayerRow": "lazymods._report",
     "LazyOptimizer": "lazymods._optimizer",
     "LoadResult": "lazymods.state",
