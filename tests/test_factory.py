@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import array, assert_same_array, assert_same_bits, assert_same_model, raw, spec
+from helpers import ON_CPU, array, assert_same_array, assert_same_bits, assert_same_model, raw, spec
 
 import lazymods as lm
 
@@ -289,7 +289,8 @@ def test_becomes_what_the_constructor_makes(name: str, way: Callable[..., Any]) 
         assert_same_bits(got, expected)
         assert_same(lazy, want)
     else:
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+        rounding = 1e-5 if ON_CPU else 1e-3  # an accelerator's matrix units round to tf32
+        np.testing.assert_allclose(got, expected, rtol=rounding, atol=rounding / 10)
         assert type(lazy) is type(want) and nnx.graphdef(lazy) == nnx.graphdef(want)
         fresh, params = (dict(nnx.to_flat_state(nnx.state(m, nnx.Param))) for m in (want, lazy))
         for path in fresh:
