@@ -155,7 +155,8 @@ def test_reports_are_values() -> None:
 def flops(layer: Any, *args: Any) -> float:
     graphdef, state = nnx.split(layer)
     lowered = jax.jit(lambda s, *a: nnx.merge(graphdef, s)(*a)).lower(state, *args)
-    cost: Any = lowered.cost_analysis() or lowered.compile().cost_analysis()  # not every backend counts before it compiles
+    # not every backend counts before it compiles
+    cost: Any = lowered.cost_analysis() or lowered.compile().cost_analysis()
     return cost["flops"]
 
 
