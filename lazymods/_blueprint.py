@@ -24,7 +24,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 
 from lazymods import _compat
-from lazymods._recipe import Shape
+from lazymods._recipe import Shape, is_key
 
 Path = tuple[Any, ...]
 
@@ -191,16 +191,18 @@ class Recorded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Record ``init(key, shape, dtype)``; run any other call, or one in a nested trace, as it is."""
-        plain = not kwargs and 2 <= len(args) <= 3 and _is_key(args[0]) and _is_shape(args[1])
+        plain = (
+            not kwargs
+            and 2 <= len(args) <= 3
+            and isinstance(args[0], jax.Array)
+            and is_key(args[0])
+            and _is_shape(args[1])
+        )
         if not plain or self.root() is not _compat.current_trace():
             return self.call(*args, **kwargs)
         dtype = args[2] if len(args) == 3 else jnp.float32
         dtype = jax.dtypes.canonicalize_dtype(dtype)
         return init_p.bind(args[0], call=self.call, shape=tuple(map(int, args[1])), dtype=dtype)
-
-
-def _is_key(x: Any) -> bool:
-    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _is_shape(x: Any) -> bool:

@@ -11,7 +11,7 @@ from lazymods import _compat
 from lazymods._blueprint import Container, Given, Node, Slot, Static
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import UninitializedArray, placeholder, placeholder_type
-from lazymods._recipe import Recipe, StaticKeys
+from lazymods._recipe import Recipe, StaticKeys, key_source
 from lazymods._spec import LayerSpec, SlotSource, Template
 
 
@@ -94,7 +94,7 @@ class Builder:
     def __init__(self, spec: LayerSpec, template: Template, keys: Sequence[Any], given: Mapping[str, Any]) -> None:
         self.spec, self.template, self.given = spec, template, given
         self.arrays = tuple(keys)
-        self.keys = StaticKeys(keys) if all(_compat.is_concrete(k) for k in keys) else tuple(keys)
+        self.keys = key_source(keys)
         self.made: dict[int, Any] = {}
 
     def make(self, description: Any, path: Path) -> Any:

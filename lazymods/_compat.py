@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -62,6 +62,11 @@ def birth_trace(node: Any) -> Any:
     return state.jax_trace._trace_ref()
 
 
+def home_trace(node: Any) -> Any:
+    """Return the trace in which an nnx object or Variable was born, or the current one if that has ended."""
+    return birth_trace(node) or current_trace()
+
+
 def bind_equation(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     """Run one equation of a jaxpr in the current trace (``JaxprEqn.ctx``, ``Primitive.get_bind_params``)."""
     with equation.ctx.manager:
@@ -82,9 +87,6 @@ def carrying_transforms(node: Any) -> list[Any]:
         if any(c.inner_ref_outer_index is not None and node in c.inner_ref_outer_index for c in stack):
             tags.append(tag)
     return tags
-
-
-# ---------------------------------------------------------------- Variables (flax)
 
 
 def fixed_structure(node: Any) -> str | None:
@@ -123,6 +125,9 @@ def mapping_axes(node: Any) -> list[Any]:
                     found += list(axis.axes) if isinstance(axis, nnx.StateAxes) else jax.tree.leaves(axis)
         frame = frame.f_back
     return [axis for axis in found if axis is not None]
+
+
+# ---------------------------------------------------------------- Variables (flax)
 
 
 def new_variable(cls: type[nnx.Variable[Any]], raw: Any, metadata: dict[str, Any]) -> Any:
@@ -175,9 +180,9 @@ def set_class(node: Any, cls: type) -> None:
     object.__setattr__(node, "__class__", cls)
 
 
-def is_concrete(x: Any) -> bool:
-    """Whether ``x`` is an array with values, not a tracer."""
-    return not isinstance(x, core.Tracer)
+def are_concrete(arrays: Iterable[Any]) -> bool:
+    """Whether all of them are arrays with values, none a tracer."""
+    return not any(isinstance(x, core.Tracer) for x in arrays)
 
 
 def weak(trace: Any) -> Any:

@@ -113,6 +113,42 @@ def relocate(error: LazyError, place: Callable[[Problem], str]) -> LazyError:
     return type(error)(*moved, heading=error.heading)
 
 
+NOT_TRACEABLE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""What JAX raises in code that decides on the values of arrays."""
+
+
+def located(path: str, kind: str) -> str:
+    """Name a place by its dotted path and its class: ``fc1 (LazyLinear)``; the model itself by its class."""
+    return f"{path} ({kind})" if path else kind
+
+
+def one_line(error: Exception) -> str:
+    """Return what an error says, without its line breaks."""
+    return " ".join(str(error).split())
+
+
+def check_pickles(name: str, value: Any, where: Callable[[], str], needed: str, write: str) -> None:
+    """Raise :class:`SerializationError` if a value that a pickle would hold does not pickle.
+
+    Args:
+        name: The argument that it was given as.
+        value: The value.
+        where: Called for the place, if it is needed.
+        needed: What it should be, and why.
+        write: The line that mends it.
+    """
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        got = f"{name}={value!r}, which does not pickle ({error})"
+        raise SerializationError(Problem(where(), got, needed, write)) from error
+
+
 _SHORT = {"float": "f", "int": "s", "uint": "u", "complex": "c", "bool": "pred"}
 
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import pickle
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -25,11 +23,12 @@ from lazymods._arguments import constructor_parameters
 from lazymods._blueprint import Blueprint
 from lazymods._building import build
 from lazymods._errors import (
+    NOT_TRACEABLE,
     ConfigurationError,
     LazyError,
     Problem,
-    SerializationError,
     ShapeInferenceError,
+    check_pickles,
     describe,
     describe_call,
 )
@@ -37,12 +36,6 @@ from lazymods._graph import STATE
 from lazymods._mixin import LazyModuleMixin
 from lazymods._plan import Infer, Plan
 from lazymods._spec import REFUSALS, LayerSpec
-
-_NOT_TRACEABLE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 class _Inferred:
@@ -283,7 +276,7 @@ def _unreadable(cls: type, error: Exception) -> LazyError:
     """Make the error for a constructor that cannot be read at any size."""
     name, reason = f"Lazy{cls.__name__}", str(error).strip().partition("\n")[0]
     by_hand = f"class {name}(lm.LazyModuleMixin, {cls.__name__}) with an initialize_parameters of its own"
-    if isinstance(error, _NOT_TRACEABLE):
+    if isinstance(error, NOT_TRACEABLE):
         got = f"a constructor that decides on the values of arrays ({reason})"
         needed = "a constructor that can be read without values: it is traced to learn its parameters"
         return ConfigurationError(Problem(name, got, needed, by_hand))
@@ -317,25 +310,17 @@ def _entry(plan: Plan, name: str) -> Any:
 def _reduce(self: Any, protocol: Any) -> Any:
     """Pickle by the lazy class if it can be imported, else by the class and ``infer`` that it was made of."""
     cls = type(self)
-    if "_lazymods_plan" not in vars(cls) or _importable(cls):
+    if "_lazymods_plan" not in vars(cls) or _found_in_module(cls):
         return object.__reduce_ex__(self, protocol)
     plan: Plan = cls._lazymods_plan
-    try:
-        pickle.dumps(plan.infer)
-    except Exception as error:
-        raise SerializationError(
-            Problem(
-                cls.__name__,
-                f"infer={plan.infer!r}, which does not pickle ({error})",
-                "an infer that pickles: the class itself cannot be imported, so it is stored with its infer",
-                f"{cls.__name__} = lm.lazy(...) at the top of a module",
-            )
-        ) from error
+    needed = "an infer that pickles: the class itself cannot be imported, so it is stored with its infer"
+    write = f"{cls.__name__} = lm.lazy(...) at the top of a module"
+    check_pickles("infer", plan.infer, lambda: cls.__name__, needed, write)
     return _restore, (plan.cls, plan.infer, cls.__name__, cls.__module__), self.__getstate__()
 
 
-def _importable(cls: type) -> bool:
-    """Whether a class is found where it says it is, under whatever name."""
+def _found_in_module(cls: type) -> bool:
+    """Give a class the name under which its module holds it; say whether it does."""
     namespace = vars(sys.modules[cls.__module__]) if cls.__module__ in sys.modules else {}
     if namespace.get(cls.__name__) is cls:
         return True

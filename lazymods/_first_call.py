@@ -27,6 +27,7 @@ from lazymods._errors import (
     ShapeInferenceError,
     UninitializedError,
     describe_call,
+    one_line,
 )
 from lazymods._graph import LOCAL, STATE
 from lazymods._placeholder import UninitializedVariable
@@ -118,12 +119,11 @@ def _is_flax(layer: Any) -> bool:
 
 def forward_error(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> ShapeInferenceError:
     """Say which layer refused which input; the reason is Flax's own."""
-    reason = " ".join(str(error).split())
     return ShapeInferenceError(
         Problem(
             where=_graph.place(layer, type(layer).__name__),
             got=describe_call(args, dict(kwargs)),
-            needed=f"an input that the layer takes; Flax says: {reason}",
+            needed=f"an input that the layer takes; Flax says: {one_line(error)}",
             write="the call again with another input; the layer is as lazy as before",
         )
     )
@@ -162,7 +162,7 @@ def run_initialize_parameters(layer: Any, args: tuple[Any, ...], kwargs: dict[st
 
 def finish(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_class: bool = False) -> None:
     """Initialize a lazy layer where it was born, and settle it there."""
-    level = _compat.birth_trace(layer) or _compat.current_trace()
+    level = _compat.home_trace(layer)
     if level is not _compat.current_trace():
         args, kwargs = as_specs((args, kwargs))
     with _compat.at_trace(level):
@@ -260,7 +260,7 @@ _SHAPES = "for output shapes alone, lm.infer_shapes(model, x)"
 
 
 def _refuse(layer: Any, got: str, needed: str, *, write: str = _WRITE) -> NoReturn:
-    names = [e.name for e in _graph.entries(layer) if isinstance(e.value, UninitializedVariable)]
+    names = _graph.uninitialized_paths(layer)
     parameters = f" ({', '.join(names)})" if names else ""
     where = _graph.place(layer, f"{type(layer).__name__}{parameters}")
     raise UninitializedError(Problem(where, got, needed, write))

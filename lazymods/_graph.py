@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _compat
+from lazymods._errors import located
 from lazymods._recipe import Recipe
 
 STATE = "_lazymods__state"  # the attribute that makes a layer lazy
@@ -99,6 +100,29 @@ def _is_branch(value: Any) -> bool:
     return isinstance(value, nnx.Pytree) or (isinstance(value, (Mapping, list, tuple)) and bool(value))
 
 
+MISSING = object()  # what get_child and at return where there is nothing
+
+
+def get_child(holder: Any, key: Any) -> Any:
+    """What an nnx object or container holds at a key of :func:`children`, or MISSING."""
+    if isinstance(holder, nnx.Pytree):
+        return vars(holder).get(key, MISSING)
+    if isinstance(holder, Mapping):
+        return holder.get(key, MISSING)
+    if isinstance(holder, (list, tuple)) and isinstance(key, str):  # a NamedTuple
+        return getattr(holder, key, MISSING)
+    if isinstance(holder, (list, tuple)):
+        return holder[key] if key < len(holder) else MISSING
+    return MISSING
+
+
+def at(model: Any, path: Path) -> Any:
+    """What a model holds at a path, or MISSING."""
+    for key in path:
+        model = get_child(model, key)
+    return model
+
+
 def variables(model: Any) -> list[nnx.Variable[Any]]:
     """Every Variable once."""
     return list({id(e.value): e.value for e in entries(model) if isinstance(e.value, nnx.Variable)}.values())
@@ -141,9 +165,7 @@ def place(target: Any, name: str, label: str = "") -> str:
                 path = _path_to(target, value)
                 best = path if len(path) > len(best) else best
         frame = frame.f_back
-    if best:
-        return f"{dotted(best)} ({name})"
-    return f"{label} ({name})" if label else name
+    return located(dotted(best) or label, name)
 
 
 def _path_to(target: Any, model: Any) -> Path:

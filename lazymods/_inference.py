@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lazymods import _first_call, _graph, _lifecycle
-from lazymods._errors import LazyError, relocate
+from lazymods._errors import LazyError, located, relocate
 from lazymods._graph import STATE, dotted
 from lazymods._placeholder import UninitializedVariable
 from lazymods._recipe import Recipe
@@ -76,12 +76,12 @@ def materialize(model: nnx.Module, *args: Any, device: Any = None, dtype: Any = 
     """
     dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     with _lifecycle.LOCK:
-        snapshot = Snapshot(model, *Session(model, args, kwargs).roots)
+        session = Session(model, args, kwargs)
+        snapshot = Snapshot(*session.roots)
         place = contextlib.nullcontext() if device is None else jax.default_device(device)
         try:
             changed = _set_dtype(model, dtype)
-            session = Session(model, args, kwargs).run()
-            report = report_of(model, session)
+            report = report_of(model, session.run())
             slots = [e for e in _graph.entries(model) if _graph.is_placeholder(e.value)]
             with place:
                 while _finish(model, list(session.visits.values())) and _graph.lazy_nodes(model):
@@ -118,8 +118,7 @@ def _finish(model: Any, visits: list[Visit]) -> bool:
             _first_call.finish(visit.layer, visit.args, visit.kwargs, keep_class=_first_call.is_carried(visit.layer))
         except LazyError as error:
             path = dotted(paths.get(id(visit.layer), ()))
-            kind = type(visit.layer).__name__
-            where = f"{path} ({kind})" if path else kind
+            where = located(path, type(visit.layer).__name__)
             raise relocate(error, lambda p, where=where, path=path: p.where if path in p.where else where) from error
     return bool(waiting)
 

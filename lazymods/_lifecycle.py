@@ -22,11 +22,12 @@ from flax import nnx
 from lazymods import _compat, _graph
 from lazymods._blueprint import Blueprint, Node, Slot, Static
 from lazymods._building import Builder
-from lazymods._errors import Problem, ShapeInferenceError
+from lazymods._errors import Problem, ShapeInferenceError, located
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import (
     UninitializedArray,
     UninitializedVariable,
+    fits,
     show_shape,
 )
 from lazymods._spec import LayerSpec, SlotSource, Template, same_static
@@ -45,35 +46,20 @@ def own_slots(layer: Any, blueprint: Blueprint) -> dict[Path, tuple[Any, Any, An
         holder, value, key = None, layer, None
         for key in path:
             holder = value
-            value = get_child(holder, key)
-        if value is not _MISSING:
+            value = _graph.get_child(holder, key)
+        if value is not _graph.MISSING:
             found[path] = (holder, key, value)
     return found
 
 
-_MISSING = object()
-
-
-def get_child(holder: Any, key: Any) -> Any:
-    """What an nnx object or container holds at a key, or a sentinel."""
-    if isinstance(holder, Mapping):
-        return holder.get(key, _MISSING)
-    if isinstance(holder, (list, tuple)) and isinstance(key, str):  # a NamedTuple
-        return getattr(holder, key, _MISSING)
-    if isinstance(holder, (list, tuple)):
-        return holder[key] if key < len(holder) else _MISSING
-    return getattr(holder, "__dict__", {}).get(key, _MISSING)
-
-
 def modules_of(layer: Any) -> dict[str, Any]:
     """The modules that a lazy layer was given, by argument name."""
-    out = {}
-    for argument, path in vars(layer)[STATE].given.items():
-        value = layer
-        for key in path:
-            value = get_child(value, key)
-        out[argument] = value
-    return out
+    return {argument: _graph.at(layer, path) for argument, path in vars(layer)[STATE].given.items()}
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of what a slot holds, a Variable with a value or a raw array."""
+    return tuple(np.shape(value.get_raw_value() if isinstance(value, nnx.Variable) else value))
 
 
 def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Blueprint:
@@ -96,7 +82,7 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     held = own_slots(layer, blueprint)
     _check_held(layer, blueprint, held)
     empty = {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)}
-    level = _birth(layer) if abstract else level_of(layer, empty.values())
+    level = _compat.home_trace(layer) if abstract else level_of(layer, empty.values())
     with _compat.at_trace(level):
         if abstract:
             arrays = {p: jax.lax.full(blueprint.slots[p].shape, 0, v.dtype) for p, v in empty.items()}
@@ -116,13 +102,9 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
 
 def level_of(layer: Any, placeholders: Any) -> Any:
     """Return the trace in which a layer's values are made."""
-    if all(_compat.is_concrete(k) for p in placeholders for k in p.recipe.keys):
+    if _compat.are_concrete(k for p in placeholders for k in p.recipe.keys):
         return _compat.eval_trace()
-    return _birth(layer)
-
-
-def _birth(layer: Any) -> Any:
-    return _compat.birth_trace(layer) or _compat.current_trace()
+    return _compat.home_trace(layer)
 
 
 def _conform(layer: Any, blueprint: Blueprint) -> None:
@@ -146,7 +128,7 @@ def _conform_node(node: Any, actual: Node, template: Node, path: Path, builder: 
     for name in template.attributes.keys() - actual.attributes.keys():
         vars(node).pop(name, None)
     for name, description in actual.attributes.items():
-        before, value = template.attributes.get(name), vars(node).get(name, _MISSING)
+        before, value = template.attributes.get(name), vars(node).get(name, _graph.MISSING)
         if isinstance(description, Node) and isinstance(before, Node) and isinstance(value, nnx.Pytree):
             _conform_node(value, description, before, (*path, name), builder)
         elif isinstance(description, (Slot, Node)) and type(before) is not type(description):
@@ -164,13 +146,10 @@ def _check_held(layer: Any, blueprint: Blueprint, held: Mapping[Path, tuple[Any,
             continue  # the layer's own: what it knew before came from probes
         if isinstance(value, UninitializedVariable):
             known = value.recipe.shape
-            wrong = known is not None and (
-                len(known) != len(slot.shape)
-                or any(k is not None and k != d for k, d in zip(known, slot.shape, strict=True))
-            )
+            wrong = not fits(known, slot.shape)
             got = "nothing known" if known is None else f"a placeholder of shape {show_shape(known)}"
         else:
-            shape = tuple(np.shape(value.get_raw_value() if isinstance(value, nnx.Variable) else value))
+            shape = shape_of(value)
             wrong, got = shape != slot.shape, f"a value of shape {shape}"
         if wrong:
             problems.append(
@@ -187,7 +166,7 @@ def _check_held(layer: Any, blueprint: Blueprint, held: Mapping[Path, tuple[Any,
 
 def _slot_place(layer: Any, path: Path, value: Any) -> str:
     kind = f"{type(value).__name__} of {vars(layer)[STATE].spec.name}"
-    return _graph.place(value, kind, dotted(path)) if isinstance(value, nnx.Variable) else f"{dotted(path)} ({kind})"
+    return _graph.place(value, kind, dotted(path)) if isinstance(value, nnx.Variable) else located(dotted(path), kind)
 
 
 def _compute(spec: LayerSpec, blueprint: Blueprint, empty: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -302,13 +281,11 @@ def _merge(node: Any, actual: Node, template: Node) -> None:
         merged[name] = value
     gone = {k for k in current if k in template.attributes and k not in actual.attributes}
     extra = {k: v for k, v in current.items() if k not in gone}
-    private = {k: v for k, v in vars(node).items() if k not in _graph.attributes(node)}
-    order = {k: v for k, v in private.items() if k in (_compat.STATE, _compat.NODES)}
-    names = {k: v for k, v in actual.data_names.items()}
-    names |= {k: v for k, v in _compat.data_names(node).items() if k in extra}
-    rest = {k: v for k, v in private.items() if k not in order}
+    names = dict(actual.data_names) | {k: v for k, v in _compat.data_names(node).items() if k in extra}
+    own = {k: vars(node)[k] for k in (_compat.STATE, _compat.NODES) if k in vars(node)}
+    ours = {k: vars(node)[k] for k in (STATE, _graph.HOOKS) if k in vars(node)}
     vars(node).clear()
-    vars(node).update(order | merged | extra | rest)
+    vars(node).update(own | merged | extra | ours)
     _compat.set_data_names(node, names)
 
 
@@ -376,7 +353,7 @@ def _shapes_held(layer: Any, template: Template) -> dict[Path, tuple[int, ...]]:
     for path, (_, _, value) in own_slots(layer, template.blueprint).items():
         if isinstance(value, UninitializedVariable):
             continue
-        shape = tuple(np.shape(value.get_raw_value() if isinstance(value, nnx.Variable) else value))
+        shape = shape_of(value)
         if len(shape) == len(template.blueprint.slots[path].shape):
             shapes[path] = shape
     return shapes

@@ -76,7 +76,7 @@ class LazyOptimizer(nnx.Optimizer[Any]):
                 )
             )
         keep_class = _first_call.is_carried(self)
-        with _compat.at_trace(_compat.birth_trace(self) or _compat.current_trace()):
+        with _compat.at_trace(_compat.home_trace(self)):
             made = nnx.Optimizer(model, self.tx, wrt=self.wrt)
             step = self.step
             names = _compat.data_names(made)

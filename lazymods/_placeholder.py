@@ -10,7 +10,6 @@ optimizers that hold it stay right. Everything that would need a value or an unk
 from __future__ import annotations
 
 import operator
-import pickle
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, NoReturn
@@ -27,10 +26,11 @@ from lazymods._errors import (
     LazyError,
     PendingAttributeError,
     Problem,
-    SerializationError,
     ShapeInferenceError,
     UninitializedError,
+    check_pickles,
     describe,
+    one_line,
 )
 from lazymods._recipe import InitSource, PartialShape, Recipe, Shape
 
@@ -155,9 +155,9 @@ class UninitializedVariable(nnx.Variable[Any]):
 
     def level(self) -> Any:
         """Return the trace in which the value is made: at once if the keys are concrete, never in an abstract run."""
-        if not _graph.LOCAL.session and all(_compat.is_concrete(k) for k in self.recipe.keys):
+        if not _graph.LOCAL.session and _compat.are_concrete(self.recipe.keys):
             return _compat.eval_trace()
-        return _compat.birth_trace(self) or _compat.current_trace()
+        return _compat.home_trace(self)
 
     def check_shape(self, shape: Sequence[int]) -> Shape:
         """Return ``shape`` as a tuple of ints.
@@ -191,7 +191,7 @@ class UninitializedVariable(nnx.Variable[Any]):
                 Problem(
                     self.whereabouts(),
                     f"shape {shape}",
-                    f"sizes that its layer takes; it says: {' '.join(str(error).split())}",
+                    f"sizes that its layer takes; it says: {one_line(error)}",
                     "parameter.materialize(shape) with other sizes",
                 )
             ) from error
@@ -239,7 +239,7 @@ class UninitializedVariable(nnx.Variable[Any]):
                 Problem(
                     self.whereabouts(),
                     f"out_sharding={metadata['out_sharding']!r}",
-                    f"a mesh to shard it over; Flax says: {' '.join(str(error).split())}",
+                    f"a mesh to shard it over; Flax says: {one_line(error)}",
                     "with jax.set_mesh(mesh): lm.materialize(model, x)",
                 )
             ) from error
@@ -378,17 +378,9 @@ class UninitializedVariable(nnx.Variable[Any]):
         """
         source = self.recipe.source
         if isinstance(source, InitSource):
-            try:
-                pickle.dumps(source.init)
-            except Exception as error:
-                raise SerializationError(
-                    Problem(
-                        self.whereabouts(),
-                        f"init={source.init!r}, which does not pickle ({error})",
-                        "an initializer that pickles: a placeholder is stored with its own",
-                        "a function defined at the top of a module, or parameter.materialize(shape) first",
-                    )
-                ) from error
+            needed = "an initializer that pickles: a placeholder is stored with its own"
+            write = "a function defined at the top of a module, or parameter.materialize(shape) first"
+            check_pickles("init", source.init, self.whereabouts, needed, write)
         return _restore, (self.target, self.recipe, self.get_metadata())
 
 

@@ -75,7 +75,7 @@ class StaticKeys:
 
     def __getstate__(self) -> list[Any]:
         return [
-            (str(jax.random.key_impl(a)), np.asarray(_key_data(a))) if _is_key(a) else (None, np.asarray(a))
+            (str(jax.random.key_impl(a)), np.asarray(_key_data(a))) if is_key(a) else (None, np.asarray(a))
             for a in self.arrays
         ]
 
@@ -89,12 +89,18 @@ class StaticKeys:
         return self
 
 
-def _is_key(a: Any) -> bool:
-    return jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+def is_key(value: Any) -> bool:
+    """Whether a value is an array of random keys."""
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _key_data(a: Any) -> Any:
-    return jax.random.key_data(a) if _is_key(a) else a
+    return jax.random.key_data(a) if is_key(a) else a
+
+
+def key_source(keys: Sequence[Any]) -> StaticKeys | tuple[Any, ...]:
+    """Return keys as a recipe holds them: leaves if one of them is traced, else static."""
+    return StaticKeys(keys) if _compat.are_concrete(keys) else tuple(keys)
 
 
 class Recipe:
@@ -116,8 +122,7 @@ class Recipe:
     @classmethod
     def build(cls, source: Source, shape: PartialShape | None, dtype: Any, label: str, keys: Sequence[Any]) -> Recipe:
         """Make a recipe; the keys are leaves if one of them is traced, else static."""
-        concrete = all(_compat.is_concrete(k) for k in keys)
-        return cls(source, shape, dtype, label, StaticKeys(keys) if concrete else tuple(keys))
+        return cls(source, shape, dtype, label, key_source(keys))
 
     @property
     def keys(self) -> tuple[Any, ...]:

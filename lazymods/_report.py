@@ -18,6 +18,7 @@ from lazymods._errors import describe_call
 from lazymods._graph import Path, dotted
 from lazymods._placeholder import show_shape
 from lazymods._recipe import PartialShape
+from lazymods._session import CallArguments, Session
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,19 +203,12 @@ def _bytes(n: int) -> str:
 # ---------------------------------------------------------------- making one
 
 
-def report_of(
-    model: Any,
-    session: Any,
-    flops: Mapping[Path, float] | None = None,
-    total: float | None = None,
-) -> Any:
+def report_of(model: Any, session: Session | None) -> ShapeReport:
     """Make the report of an abstract run; of a model that was not run if ``session`` is None.
 
     Args:
         model: The model.
         session: The run.
-        flops: Operations of each call by path.
-        total: Operations of the whole call.
     """
     visited = {id(v.layer): v for v in session.visits.values()} if session is not None else {}
     known = nnx.merge(*session.ready) if session is not None and session.ready is not None else model
@@ -222,8 +216,8 @@ def report_of(
     seen: set[int] = set()
     for path, node in _ordered_nodes(model):
         lazy = _graph.is_lazy_node(node)
-        at = _at(known, path)
-        parameters = _in_order(node, list(_own_parameters(at if at is not None else node, seen)))
+        at = _graph.at(known, path)
+        parameters = _in_order(node, list(_own_parameters(node if at is _graph.MISSING else at, seen)))
         if not parameters and not lazy:
             continue
         call = session.calls.get(path) if session is not None else None
@@ -237,7 +231,6 @@ def report_of(
                 output=call.output if call is not None else None,
                 inferred=visit.values or {} if visit is not None else {},
                 parameters=parameters,
-                flops=(flops or {}).get(path),
             )
         )
     unreached = tuple(dotted(p) for p, n in _ordered_nodes(model) if _graph.is_lazy_node(n) and id(n) not in visited)
@@ -245,7 +238,6 @@ def report_of(
         tuple(rows),
         session.output if session is not None else None,
         unreached if session is not None else (),
-        total,
     )
 
 
@@ -253,12 +245,6 @@ def _ordered_nodes(model: Any) -> Iterator[tuple[Path, Any]]:
     for path, node in _graph.nodes(model):
         if not isinstance(node, (nnx.Rngs, nnx.RngStream)):
             yield path, node
-
-
-def _at(model: Any, path: Path) -> Any:
-    for key in path:
-        model = next((v for k, v in _graph.children(model) if k == key), None)
-    return model
 
 
 def _in_order(node: Any, parameters: list[ParameterShape]) -> tuple[ParameterShape, ...]:
@@ -318,33 +304,28 @@ def summary(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
     Raises:
         ShapeInferenceError: If a layer cannot be sized or refuses its input.
     """
-    from lazymods._session import Session
-
     if not args and not kwargs:
         return report_of(model, None)
     session = Session(model, args, kwargs).run()
     report = report_of(model, session)
-    wanted = {row.path for row in report.rows}
-    flops = {p: _flops(session, c.path, c.args, c.kwargs) for p, c in session.calls.items() if dotted(p) in wanted}
-    total = _flops(session, (), *session.inputs)
-    return report_of(model, session, {p: f for p, f in flops.items() if f is not None}, total)
+    calls = {dotted(path): call for path, call in session.calls.items()}
+    flops = {row.path: _flops(session, c.path, c.args, c.kwargs) for row in report.rows if (c := calls.get(row.path))}
+    rows = tuple(dataclasses.replace(row, flops=flops.get(row.path)) for row in report.rows)
+    return dataclasses.replace(report, rows=rows, flops=_flops(session, (), *session.inputs))
 
 
-def _flops(session: Any, path: Path, args: Any, kwargs: Any) -> float | None:
+def _flops(session: Session, path: Path, args: Any, kwargs: Any) -> float | None:
     """Count the operations of one layer's call, lowered but not compiled."""
     graphdef, state = session.ready
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda v: isinstance(v, nnx.Pytree))
-    arrays = {i: v for i, v in enumerate(leaves) if isinstance(v, jax.ShapeDtypeStruct)}
-    places = [i for i, v in enumerate(leaves) if isinstance(v, nnx.Pytree)]
-    modules = nnx.split([leaves[i] for i in places])
+    arguments = CallArguments(args, kwargs)
+    modules = nnx.split(arguments.modules)
 
     def call(state: Any, given: dict[int, Any]) -> Any:
-        module = _at(nnx.merge(graphdef, state), path)
-        filled = dict(enumerate(leaves)) | given | dict(zip(places, nnx.merge(*modules, copy=True), strict=True))
-        a, k = jax.tree.unflatten(treedef, [filled[i] for i in range(len(leaves))])
+        module = _graph.at(nnx.merge(graphdef, state), path)
+        a, k = arguments.put_together(given, nnx.merge(*modules, copy=True))
         return jax.tree.leaves(module(*a, **k))
 
-    return _count(jax.jit(call), state, arrays)
+    return _count(jax.jit(call), state, arguments.arrays)
 
 
 def _count(function: Any, *args: Any) -> float | None:

@@ -19,16 +19,20 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _compat, _first_call, _graph, _hooks, _lifecycle
-from lazymods._errors import LazyError, Problem, ShapeInferenceError, UninitializedError, describe_call
+from lazymods._errors import (
+    NOT_TRACEABLE,
+    LazyError,
+    Problem,
+    ShapeInferenceError,
+    UninitializedError,
+    describe_call,
+    located,
+    one_line,
+)
 from lazymods._graph import HOOKS, Path, dotted
+from lazymods._recipe import is_key
 
 INDEX = "_lazymods__index"
-_NOT_TRACEABLE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
 
 
 @dataclasses.dataclass
@@ -58,6 +62,30 @@ class Call:
     output: Any = None
 
 
+class CallArguments:
+    """The arguments of a call, taken apart: arrays to trace, modules and Variables to copy, and what stays as it is.
+
+    Args:
+        args: Shapes and dtypes in place of arrays.
+        kwargs: Keyword arguments, likewise.
+
+    Attributes:
+        arrays: Shape and dtype of each array by its place.
+        modules: The modules and Variables, in order.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
+        self._places = [i for i, v in enumerate(self._leaves) if _is_module(v)]
+        self.arrays = {i: v for i, v in enumerate(self._leaves) if isinstance(v, jax.ShapeDtypeStruct)}
+        self.modules = [self._leaves[i] for i in self._places]
+
+    def put_together(self, arrays: dict[int, Any], modules: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with these in place of ``arrays`` and ``modules``."""
+        filled = dict(enumerate(self._leaves)) | arrays | dict(zip(self._places, modules, strict=True))
+        return jax.tree.unflatten(self._treedef, [filled[i] for i in range(len(self._leaves))])
+
+
 class _RestartError(Exception):
     """A layer was first met where it cannot change; run again with it initialized."""
 
@@ -80,8 +108,8 @@ class Session:
     def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model = model
         self.inputs = _first_call.as_specs((args, kwargs))
-        leaves = jax.tree.leaves(self.inputs, is_leaf=_is_module)
-        self.roots = [model, *(v for v in leaves if _is_module(v))]  # a call's arguments may be lazy as well
+        self._arguments = CallArguments(*self.inputs)
+        self.roots = [model, *self._arguments.modules]  # a call's arguments may be lazy as well
         self.lazy = _graph.lazy_nodes(self.roots)
         self.visits: dict[int, Visit] = {}
         self.calls: dict[Path, Call] = {}
@@ -118,9 +146,6 @@ class Session:
             _first_call.LOCAL.session = previous
 
     def _run(self) -> None:
-        leaves, treedef = jax.tree.flatten(self.inputs, is_leaf=_is_module)
-        arrays = {i: v for i, v in enumerate(leaves) if isinstance(v, jax.ShapeDtypeStruct)}
-        modules = [i for i, v in enumerate(leaves) if _is_module(v)]
         graphdef, state = nnx.split(self.roots)
 
         def traced(given: dict[int, Any]) -> Any:
@@ -128,20 +153,19 @@ class Session:
             model, *copies = nnx.merge(graphdef, state, copy=True)
             _fill_abstract([model, *copies])
             self._prepare([model, *copies])
-            filled = dict(enumerate(leaves)) | given | dict(zip(modules, copies, strict=True))
-            args, kwargs = jax.tree.unflatten(treedef, [filled[i] for i in range(len(leaves))])
+            args, kwargs = self._arguments.put_together(given, copies)
             output = self._call(model, args, kwargs)
             self.ready = self._finish(model)
             return _arrays_only(output)
 
-        self.output = jax.eval_shape(traced, arrays)
+        self.output = jax.eval_shape(traced, self._arguments.arrays)
 
     def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return model(*args, **kwargs)
         except (LazyError, _RestartError):
             raise
-        except _NOT_TRACEABLE as error:
+        except NOT_TRACEABLE as error:
             raise ShapeInferenceError(
                 Problem(
                     self._where(),
@@ -152,12 +176,11 @@ class Session:
             ) from error
         except (ValueError, TypeError) as error:
             call = self._stack[-1] if self._stack else Call((), args, kwargs)
-            reason = " ".join(str(error).split())
             raise ShapeInferenceError(
                 Problem(
                     self._where(),
                     describe_call(call.args, call.kwargs),
-                    f"an input that the layer takes; it says: {reason}",
+                    f"an input that the layer takes; it says: {one_line(error)}",
                     "the call again with another input",
                 )
             ) from error
@@ -167,18 +190,17 @@ class Session:
 
     def _where(self) -> str:
         path = self._stack[-1].path if self._stack else ()
-        kind = _own_name(_resolve(self.model, path))
-        return f"{dotted(path)} ({kind})" if path else kind
+        return located(dotted(path), _own_name(_graph.at(self.model, path)))
 
     def _prepare(self, copies: list[Any]) -> None:
         """Number the lazy layers of the copy, follow its calls, and initialize what must be from the start."""
         for index, (path, _) in enumerate(self.lazy):
-            object.__setattr__(_resolve(copies, path), INDEX, index)
+            object.__setattr__(_graph.at(copies, path), INDEX, index)
         for path, node in _graph.nodes(self.model):  # named as in the model: the copy sorts its attributes
             if isinstance(node, nnx.Module) and callable(node):
-                self._follow(_resolve(copies[0], path), path)
+                self._follow(_graph.at(copies[0], path), path)
         for index, (args, kwargs) in self._early.items():
-            self.initialize(_resolve(copies, self.lazy[index][0]), args, kwargs)
+            self.initialize(_graph.at(copies, self.lazy[index][0]), args, kwargs)
 
     def _follow(self, node: Any, path: Path) -> None:
         def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -274,19 +296,13 @@ def _is_module(value: Any) -> bool:
     return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
-def _resolve(model: Any, path: Path) -> Any:
-    for key in path:
-        model = _lifecycle.get_child(model, key)
-    return model
-
-
 def _fill_abstract(roots: list[Any]) -> None:
     """Give traced zeros to the Variables of a model that nnx.eval_shape made abstract."""
     for root in roots:
         for variable in _graph.variables(root):
             raw = variable.get_raw_value()
             if isinstance(raw, jax.ShapeDtypeStruct):
-                if jnp.issubdtype(raw.dtype, jax.dtypes.prng_key):
+                if is_key(raw):
                     variable.set_raw_value(jnp.broadcast_to(jax.random.key(0), raw.shape))
                 else:
                     variable.set_raw_value(jax.lax.full(raw.shape, 0, raw.dtype))

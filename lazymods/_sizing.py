@@ -13,7 +13,7 @@ from jax.core import Tracer
 from lazymods import _first_call, _graph, _lifecycle
 from lazymods._arguments import as_size
 from lazymods._blueprint import Blueprint
-from lazymods._errors import LazyError, Problem, ShapeInferenceError, describe_call, relocate
+from lazymods._errors import LazyError, Problem, ShapeInferenceError, describe_call, one_line, relocate
 from lazymods._graph import STATE
 from lazymods._plan import Plan
 from lazymods._spec import REFUSALS, LayerSpec
@@ -28,13 +28,12 @@ def initialize_parameters(layer: Any, plan: Plan, args: tuple[Any, ...], kwargs:
     except LazyError:
         raise
     except REFUSALS as error:
-        reason = " ".join(str(error).split())
         sizes = ", ".join(f"{k}={v}" for k, v in values.items())
         raise ShapeInferenceError(
             Problem(
                 _graph.place(layer, type(layer).__name__),
                 f"{describe_call(args, kwargs)}, so {sizes}",
-                f"sizes that {plan.cls.__name__} takes; it says: {reason}",
+                f"sizes that {plan.cls.__name__} takes; it says: {one_line(error)}",
                 "an input of another width",
             )
         ) from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -22,7 +21,8 @@ from flax import nnx
 from lazymods import _blueprint, _compat
 from lazymods._arguments import UnhashableError, common_multiple, constructor_parameters, freeze
 from lazymods._blueprint import Blueprint, Node, Path, Static
-from lazymods._errors import Problem, SerializationError, UninitializedError
+from lazymods._errors import Problem, UninitializedError, check_pickles
+from lazymods._graph import dotted
 from lazymods._placeholder import SIZE_LINE, UninitializedVariable
 from lazymods._recipe import PartialShape, Shape
 
@@ -40,6 +40,10 @@ class Axis:
     factors: Mapping[str, Fraction] | None
     offset: Fraction
 
+    def length(self, sizes: Sizes) -> Fraction:
+        """Return how long the axis is, of an axis that has a formula; sizes that are not given count nothing."""
+        return self.offset + sum((f * sizes[n] for n, f in (self.factors or {}).items() if n in sizes), Fraction(0))
+
     def solve(self, length: int, known: Sizes) -> tuple[str, Fraction] | None:
         """Return the one size that follows from the length, if all others are known."""
         if self.factors is None:
@@ -47,8 +51,7 @@ class Axis:
         free = [n for n in self.factors if n not in known]
         if len(free) != 1:
             return None
-        rest = self.offset + sum((f * known[n] for n, f in self.factors.items() if n in known), Fraction(0))
-        return free[0], (length - rest) / self.factors[free[0]]
+        return free[0], (length - self.length(known)) / self.factors[free[0]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,17 +130,9 @@ class LayerSpec:
     def __reduce__(self) -> tuple[Any, ...]:
         given = self._given()
         for argument, value in given.items():
-            try:
-                pickle.dumps(value)
-            except Exception as error:
-                raise SerializationError(
-                    Problem(
-                        self.name,
-                        f"{argument}={value!r}, which does not pickle ({error})",
-                        "arguments that pickle: a lazy layer is stored with those that it was given",
-                        f"a function defined at the top of a module for {argument}, or lm.materialize(...) first",
-                    )
-                ) from error
+            needed = "arguments that pickle: a lazy layer is stored with those that it was given"
+            write = f"a function defined at the top of a module for {argument}, or lm.materialize(...) first"
+            check_pickles(argument, value, lambda: self.name, needed, write)
         streams = tuple((n, str(jax.random.key_impl(_example_key(d))), tag) for n, d, tag in self.streams)
         names = tuple(self.config)  # in their order, which is part of the key
         return _restore, (
@@ -277,15 +272,15 @@ class LayerSpec:
                         name, value = found
                         changed = True
                         if value.denominator != 1 or value < 0:
-                            conflicts.append(f"{name} would be {value} by {_dotted(path)} of shape {shape}")
+                            conflicts.append(f"{name} would be {value} by {dotted(path)} of shape {shape}")
                         sizes[name] = int(value)
         for path, shape in shapes.items():
             for i, (axis, length) in enumerate(zip(template.axes[path], shape, strict=True)):
                 if axis.factors and set(axis.factors) <= set(sizes):
-                    expected = axis.offset + sum((f * sizes[n] for n, f in axis.factors.items()), Fraction(0))
+                    expected = axis.length(sizes)
                     if expected != length:
                         conflicts.append(
-                            f"axis {i} of {_dotted(path)} is {length}, but other entries make it {expected}"
+                            f"axis {i} of {dotted(path)} is {length}, but other entries make it {expected}"
                         )
         return sizes, conflicts
 
@@ -331,13 +326,12 @@ def _formula(
             return Axis(None, Fraction(0))
         if slot.shape[axis] != length:
             factors[name] = Fraction(slot.shape[axis] - length, sizes[name] - first[name])
-    offset = length - sum((f * first[n] for n, f in factors.items()), Fraction(0))
+    fitted = Axis(factors, length - Axis(factors, Fraction(0)).length(first))
     for sizes, blueprint in check:
         slot = blueprint.slots.get(path)
-        expected = offset + sum((f * sizes[n] for n, f in factors.items()), Fraction(0))
-        if slot is None or len(slot.shape) <= axis or slot.shape[axis] != expected:
+        if slot is None or len(slot.shape) <= axis or slot.shape[axis] != fitted.length(sizes):
             return Axis(None, Fraction(0))
-    return Axis(factors, offset)
+    return fitted
 
 
 def _different(a: Any, b: Any, path: Path) -> Iterator[Path]:
@@ -395,10 +389,6 @@ def _context() -> Any:
     return jnp.result_type(float), nnx.var_defaults().hijax
 
 
-def _dotted(path: Path) -> str:
-    return ".".join(map(str, path))
-
-
 @functools.cache
 def _example_key(dtype: Any) -> Any:
     """A key of a key dtype, to ask for its implementation's name."""
@@ -428,7 +418,7 @@ class SlotSource:
         if self.spec.modules:
             raise UninitializedError(
                 Problem(
-                    f"{_dotted(self.path)} of {self.spec.name}",
+                    f"{dotted(self.path)} of {self.spec.name}",
                     "a parameter that depends on a wrapped module",
                     "the wrapped module's sizes",
                     SIZE_LINE,

@@ -214,7 +214,13 @@ class ChecksFinite(nnx.Module):
         self.w = nnx.Param(jnp.ones(n))
 
 
-@pytest.mark.parametrize("cls", [DecidesOnValues, UsesNumpy, ChecksFinite], ids=lambda c: c.__name__)
+class PicksByMask(nnx.Module):
+    def __init__(self, n: int, *, rngs: nnx.Rngs):
+        w = jax.random.normal(rngs.params(), (n,))
+        self.w = nnx.Param(w[w > 0])
+
+
+@pytest.mark.parametrize("cls", [DecidesOnValues, UsesNumpy, ChecksFinite, PicksByMask], ids=lambda c: c.__name__)
 def test_a_constructor_that_cannot_be_traced(cls: type) -> None:
     rngs = nnx.Rngs(0)
     with pytest.raises(lm.LazyError) as caught:

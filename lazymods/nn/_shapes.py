@@ -40,6 +40,11 @@ def rank_of(x: Any) -> int:
     return len(shape)
 
 
+def axes_over(rank: int) -> str:
+    """Return the axes of a batch over 1 to 3 axes of space, as a text."""
+    return f"(batch, {('length', 'height, width', 'depth, height, width')[rank - 1]}, features)"
+
+
 def check_rank(x: Any, ranks: Sequence[int], axes: str) -> None:
     """Refuse an array of any other rank."""
     if rank_of(x) not in ranks:

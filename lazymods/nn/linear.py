@@ -10,7 +10,7 @@ from flax import nnx
 from lazymods._factory import make
 from lazymods._plan import Plan
 from lazymods._sizing import NotInferableError
-from lazymods.nn._shapes import Config, check_divides, check_rank, last_axis, rank_of, size_at
+from lazymods.nn._shapes import Config, axes_over, check_divides, check_rank, last_axis, rank_of, size_at
 
 # ---------------------------------------------------------------- Linear
 
@@ -184,10 +184,6 @@ def _kernel_rank(config: Config) -> int:
     return 1 if isinstance(size, int) else len(tuple(size))
 
 
-def _conv_axes(rank: int) -> str:
-    return f"(batch, {', '.join(['length'] if rank == 1 else ['depth', 'height', 'width'][3 - rank :])}, features)"
-
-
 def _conv(config: Config, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
     rank = _kernel_rank(config)
     if rank_of(inputs) < rank + 1:
@@ -202,7 +198,7 @@ def _conv(config: Config, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
 
 def _conv_nd(rank: int) -> Callable[..., dict[str, Any]]:
     def infer(config: Config, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
-        check_rank(inputs, (rank + 1, rank + 2), _conv_axes(rank) + ", the batch axis optional")
+        check_rank(inputs, (rank + 1, rank + 2), axes_over(rank) + ", the batch axis optional")
         return _conv(config, inputs)
 
     return infer
@@ -238,7 +234,7 @@ _CONV_DOC = """A {kind} without ``in_features``{rank}; becomes ``nnx.{target}``.
 
 def _make_conv(cls: type, name: str, rank: int | None = None) -> Any:
     kind: str = "transposed convolution" if cls is nnx.ConvTranspose else "convolution"
-    axes = "(batch, space..., features)" if rank is None else _conv_axes(rank)
+    axes = "(batch, space..., features)" if rank is None else axes_over(rank)
     doc = _CONV_DOC.format(
         kind=kind,
         rank="" if rank is None else f" over {rank} axes, whose input's rank is checked",

@@ -8,9 +8,7 @@ from flax import nnx
 
 from lazymods._factory import make
 from lazymods._plan import Infer, Plan
-from lazymods.nn._shapes import Config, check_divides, check_rank, last_axis, product_at
-
-_SPACE = {1: "length", 2: "height, width", 3: "depth, height, width"}
+from lazymods.nn._shapes import Config, axes_over, check_divides, check_rank, last_axis, product_at
 
 
 def _batch_norm(config: Config, x: Any, *_: Any, **__: Any) -> dict[str, Any]:
@@ -56,7 +54,7 @@ def _make(cls: type, name: str, infer: Infer, at: str, checked: str = "") -> Any
 
 def _make_batch_norm(rank: int) -> Any:
     ranks = (2, 3) if rank == 1 else (rank + 2,)
-    axes = f"(batch, {_SPACE[rank]}, features)"
+    axes = axes_over(rank)
     infer = _ranked(_batch_norm, ranks, axes + (" or (batch, features)" if rank == 1 else ""))
     return _make(
         nnx.BatchNorm, f"LazyBatchNorm{rank}d", infer, "the input's size at ``axis``", f", whose input is {axes}"
@@ -64,7 +62,7 @@ def _make_batch_norm(rank: int) -> Any:
 
 
 def _make_instance_norm(rank: int) -> Any:
-    axes = f"(batch, {_SPACE[rank]}, features)"
+    axes = axes_over(rank)
     infer = _ranked(_feature_axes, (rank + 2,), axes)
     return _make(
         nnx.InstanceNorm,

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -14,6 +13,7 @@ from lazymods import _graph
 from lazymods._errors import Problem, StateDictError
 from lazymods._graph import Path, dotted
 from lazymods._lifecycle import TRANSIENT
+from lazymods._recipe import is_key
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
 
@@ -54,9 +54,9 @@ def raw_of(variable: nnx.Variable[Any]) -> Any:
     return variable.get_value() if variable.get_metadata("ref", False) else raw
 
 
-def is_key(value: Any) -> bool:
-    """Whether a value is an array of random keys."""
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+def prefix_of(path: Path) -> str:
+    """Return what the names of a module's entries begin with: its dotted path and a dot, '' for the model."""
+    return f"{dotted(path)}." if path else ""
 
 
 def leaf_of(value: Any, path: Path) -> Any:

@@ -19,11 +19,14 @@ from lazymods._errors import (
     StateDictError,
     UninitializedError,
     describe,
+    located,
 )
 from lazymods._graph import STATE, dotted
 from lazymods._placeholder import UninitializedArray, UninitializedVariable, fits, show_shape
+from lazymods._recipe import is_key
 from lazymods._snapshot import Snapshot
-from lazymods.state.entries import IMPL, Place, is_key, leaf_of, named_places, raw_of
+from lazymods._spec import REFUSALS
+from lazymods.state.entries import IMPL, Place, leaf_of, named_places, prefix_of, raw_of
 from lazymods.state.values import as_array, cast, cast_problem, same_values
 
 
@@ -77,8 +80,7 @@ class _Plan:
         self.uninitialized: list[Problem] = []
 
     def where(self, place: Place) -> str:
-        kind = type(place.owner).__name__
-        return f"{place.name} ({kind})"
+        return located(place.name, type(place.owner).__name__)
 
     def mismatch(self, place: Place, got: str, needed: str) -> None:
         self.mismatched.append(place.name)
@@ -141,7 +143,7 @@ def load_state_dict(
         _raise_problems(model, plan, result, strict=strict and not hooked)
         snapshot = Snapshot(model)
         try:
-            with _compat.at_trace(_level(model)):
+            with _compat.at_trace(_compat.home_trace(model)):  # what is written must outlive the current trace
                 _write(model, plan)
             for node in reversed(hooked):  # children before parents
                 _hooks.run_hooks(node, "load_state_dict_post", result)
@@ -152,17 +154,12 @@ def load_state_dict(
     return result
 
 
-def _level(model: Any) -> Any:
-    """The trace in which the model was born: what is written must outlive the one that is current."""
-    return _compat.birth_trace(model) or _compat.current_trace()
-
-
 def _run_pre_hooks(model: Any, given: dict[str, Any], strict: bool) -> dict[str, Any]:
     messages: list[str] = []
     for path, node in _graph.nodes(model):
         if not _hooks.hooks_of(node, "load_state_dict_pre"):
             continue
-        prefix = f"{dotted(path)}." if path else ""
+        prefix = prefix_of(path)
         own = {k: v for k, v in given.items() if k.startswith(prefix)}
         rest = {k: v for k, v in given.items() if not k.startswith(prefix)}
         _hooks.run_hooks(node, "load_state_dict_pre", own, prefix, {}, strict, [], [], messages)
@@ -246,7 +243,7 @@ def _check_entry(plan: _Plan, found: list[Place], value: Any) -> None:
         got = f"a value of type {type(value).__name__}" if array is None else "an array that was deleted or donated"
         plan.problem(place, got, "an array of numbers", f"jnp.asarray(...) for {place.name}")
         return
-    if isinstance(array, Tracer) and _level(plan.model) is not _compat.current_trace():
+    if isinstance(array, Tracer) and _compat.home_trace(plan.model) is not _compat.current_trace():
         got = f"{describe(array)}, a traced value of a transform that the model is outside of"
         plan.problem(place, got, "a value that outlives the transform", "the load before or after the transform")
         return
@@ -309,21 +306,17 @@ def _check_lazy_layers(plan: _Plan) -> None:
                 writes.append(write)
                 shapes[slot] = tuple(write.value.shape)
             elif not _graph.is_placeholder(value):
-                shapes[slot] = tuple(np.shape(raw_of(value) if isinstance(value, nnx.Variable) else value))
+                shapes[slot] = _lifecycle.shape_of(value)
         if not writes:
             continue
         for reason in _size_conflicts(layer, spec, shapes):
-            name = dotted(path)
             plan.mismatched.extend(w.place.name for w in writes)
             for write in writes:
                 plan.writes.pop(write.place.name, None)
             if not plan.skip:
-                where = f"{name} ({type(layer).__name__})" if name else type(layer).__name__
-                plan.problems.append(
-                    Problem(
-                        where, reason, "entries that agree on the layer's sizes", "entries of one and the same layer"
-                    )
-                )
+                where = located(dotted(path), type(layer).__name__)
+                needed = "entries that agree on the layer's sizes"
+                plan.problems.append(Problem(where, reason, needed, "entries of one and the same layer"))
             break
 
 
@@ -333,7 +326,7 @@ def _size_conflicts(layer: Any, spec: Any, shapes: Mapping[Any, Any]) -> list[st
         return conflicts
     try:
         blueprint = spec.blueprint(spec.values(sizes), {})
-    except (ValueError, TypeError, ZeroDivisionError) as error:
+    except REFUSALS as error:
         return [f"{', '.join(f'{k}={v}' for k, v in sizes.items())}, which {spec.cls.__name__} refuses: {error}"]
     return [
         f"{dotted(p)} of shape {s}, where {blueprint.slots[p].shape} follows from the other entries"
@@ -346,7 +339,7 @@ def _size_conflicts(layer: Any, spec: Any, shapes: Mapping[Any, Any]) -> list[st
 
 
 def _raise_problems(model: Any, plan: _Plan, result: LoadResult, *, strict: bool) -> None:
-    heading = f"the state dict does not fit {type(model).__name__}; nothing was loaded"
+    heading = _heading(model)
     problems = list(plan.problems)
     if strict:
         problems += [
@@ -373,6 +366,10 @@ def _raise_problems(model: Any, plan: _Plan, result: LoadResult, *, strict: bool
         raise StateDictError(*problems, heading=heading)
 
 
+def _heading(model: Any) -> str:
+    return f"the state dict does not fit {type(model).__name__}; nothing was loaded"
+
+
 # ---------------------------------------------------------------- writing
 
 
@@ -389,11 +386,12 @@ def _write(model: Any, plan: _Plan) -> None:
             got = problem.got if problem else str(error)
             raise StateDictError(
                 Problem(
-                    f"{dotted(path)} ({type(layer).__name__})",
+                    located(dotted(path), type(layer).__name__),
                     got,
                     "entries that fit the layer",
                     "entries of one and the same layer",
-                )
+                ),
+                heading=_heading(model),
             ) from error
 
 

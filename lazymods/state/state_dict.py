@@ -9,8 +9,8 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _graph, _hooks
-from lazymods._graph import Path, dotted
-from lazymods.state.entries import IMPL, is_key, named_places
+from lazymods._recipe import is_key
+from lazymods.state.entries import IMPL, named_places, prefix_of
 
 
 def state_dict(model: nnx.Module, *, include_rng: bool = False) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def state_dict(model: nnx.Module, *, include_rng: bool = False) -> dict[str, Any
     """
     hooked = [(p, n) for p, n in _graph.nodes(model) if _hooks.hooks_of(n)]
     for path, node in hooked:
-        _hooks.run_hooks(node, "state_dict_pre", _prefix(path), True)
+        _hooks.run_hooks(node, "state_dict_pre", prefix_of(path), True)
     out: dict[str, Any] = {}
     for place in named_places(model).values():
         if place.is_rng and not include_rng:
@@ -45,9 +45,5 @@ def state_dict(model: nnx.Module, *, include_rng: bool = False) -> dict[str, Any
         else:
             out[place.name] = value
     for path, node in reversed(hooked):  # children before parents
-        _hooks.run_hooks(node, "state_dict_post", out, _prefix(path), {})
+        _hooks.run_hooks(node, "state_dict_post", out, prefix_of(path), {})
     return out
-
-
-def _prefix(path: Path) -> str:
-    return f"{dotted(path)}." if path else ""

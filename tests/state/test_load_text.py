@@ -53,6 +53,29 @@ class Odd(nnx.Module):
         return x
 
 
+class Shaped(nnx.Module):
+    """A shape of any rank, so that the structure of ``shape`` is guessed."""
+
+    def __init__(self, shape: tuple[int, ...], *, rngs: nnx.Rngs):
+        self.w = nnx.Param(jnp.zeros(tuple(shape)))
+        self.b = nnx.Param(jnp.zeros(tuple(shape)))
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+class Even(nnx.Module):
+    """A constructor that asserts instead of raising a ValueError."""
+
+    def __init__(self, n: int, *, rngs: nnx.Rngs):
+        if n % 2:
+            raise AssertionError("n is even")
+        self.w = nnx.Param(jnp.zeros((n, 3)))
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
 SKIP = 'mismatched="skip" to leave it out, or an entry that fits'
 AGREE = "entries that agree on the layer's sizes"
 SAME_LAYER = "entries of one and the same layer"
@@ -140,6 +163,17 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         f"{heading('LazyGroupNorm')}\n"
         + part("LazyGroupNorm", "num_features=6, which GroupNorm refuses: Number of groups (4) does not divide the "
                "number of channels (6).", AGREE, SAME_LAYER),
+    ),
+    "assertion": (
+        lambda: lm.lazy(Even, infer=lambda config, x: {"n": x.shape[-1]})(rngs=nnx.Rngs(0)),
+        {"w": jnp.ones((5, 3))},
+        f"{heading('LazyEven')}\n" + part("LazyEven", "n=5, which Even refuses: n is even", AGREE, SAME_LAYER),
+    ),
+    "guessed-structure": (
+        lambda: lm.lazy(Shaped, infer=lambda config, x: {"shape": x.shape})(rngs=nnx.Rngs(0)),
+        {"w": jnp.ones((2, 3)), "b": jnp.ones((5, 3))},
+        f"{heading('LazyShaped')}\n"
+        + part("LazyShaped", "axis 0 of b is 5, but other entries make it 2", "entries that fit the layer", SAME_LAYER),
     ),
     "hook": (
         hooked,
