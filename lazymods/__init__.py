@@ -39,6 +39,10 @@ if TYPE_CHECKING:
     from lazymods.state import LoadResult as LoadResult
     from lazymods.state import load_state_dict as load_state_dict
     from lazymods.state import state_dict as state_dict
+    from lazymods.state.checkpoint import load as load
+    from lazymods.state.layouts import export_torch as export_torch
+    from lazymods.state.orbax_saving import PendingSave as PendingSave
+    from lazymods.state.writing import save as save
 
 __version__ = "0.1.0"
 
@@ -55,10 +59,14 @@ _ON_FIRST_USE = {
     "LazyOptimizer": "lazymods._optimizer",
     "LoadResult": "lazymods.state",
     "ParameterShape": "lazymods._report",
+    "PendingSave": "lazymods.state.orbax_saving",
     "ShapeReport": "lazymods._report",
+    "export_torch": "lazymods.state.layouts",
     "infer_shapes": "lazymods._inference",
+    "load": "lazymods.state.checkpoint",
     "load_state_dict": "lazymods.state",
     "materialize": "lazymods._inference",
+    "save": "lazymods.state.writing",
     "state_dict": "lazymods.state",
     "summary": "lazymods._report",
 }

@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import operator
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,25 +35,74 @@ def constructor_parameters(cls: type) -> dict[str, inspect.Parameter]:
     return found
 
 
+# isinstance(value, Mapping) or (value, nnx.Pytree) asks every subclass of those whether it knows the type of the value,
+# once for each type. In a fresh process that takes as long as making some layers; so the keys below try less first.
+_ATOMS = frozenset((int, bool, str, bytes, type(None)))
+
+
 def freeze(value: Any) -> Any:
     """Turn an argument into a hashable key that tells 1, True and 1.0 apart.
 
     Raises:
         UnhashableError: If it holds an array or anything else without a hash.
     """
+    kind = type(value)
+    if kind in _ATOMS:
+        return kind, value
     if isinstance(value, (list, tuple)):
         return type(value), tuple(freeze(v) for v in value)
-    if isinstance(value, Mapping):
+    if hasattr(kind, "keys") and isinstance(value, Mapping):
         return type(value), tuple((freeze(k), freeze(v)) for k, v in value.items())
+    if isinstance(value, np.generic):
+        return kind, value.tobytes()  # tells 0.0 and -0.0 apart
     if isinstance(value, float):
-        return float, value.hex()
-    if isinstance(value, (jax.Array, np.ndarray, nnx.Pytree)):
+        return kind, value.hex()
+    if isinstance(value, complex):
+        return kind, value.real.hex(), value.imag.hex()
+    if isinstance(value, (jax.Array, np.ndarray)) or nnx.Pytree in kind.__mro__:
         raise UnhashableError
     try:
         hash(value)
     except TypeError as error:
         raise UnhashableError from error
     return type(value), value
+
+
+def exact(value: Any) -> Any:
+    """Return a key under which whatever was made of an argument may be remembered while that argument lives.
+
+    Numbers, texts and tuples of them count by type and value, everything else by identity.
+
+    Raises:
+        UnhashableError: If it can be changed in place, or is made anew whenever it is asked for.
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return kind, value
+    if kind is float:
+        return kind, value.hex()
+    if kind is tuple:
+        return tuple(map(exact, value))
+    if isinstance(value, (types.MethodType, tuple, jax.Array)) or hasattr(kind, "keys") or nnx.Pytree in kind.__mro__:
+        raise UnhashableError
+    try:
+        hash(value)
+    except TypeError as error:
+        raise UnhashableError from error
+    return kind, id(value)
+
+
+class Ignored:
+    """Carries what a cached function needs beside its key."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ignored)
+
+    def __hash__(self) -> int:
+        return 0
 
 
 def common_multiple(arguments: Mapping[str, Any]) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -43,13 +44,18 @@ class Static:
 
     value: Any
 
-    def fresh(self) -> Any:
-        """Return the value, a copy of its own if it is mutable."""
+    @functools.cached_property
+    def mutable(self) -> bool:
+        """Whether the value can be changed in place, so that each object needs its own."""
         try:
             hash(self.value)
         except TypeError:
-            return copy.deepcopy(self.value)
-        return self.value
+            return True
+        return False
+
+    def fresh(self) -> Any:
+        """Return the value, a copy of its own if it is mutable."""
+        return copy.deepcopy(self.value) if self.mutable else self.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +77,11 @@ class Node:
     cls: type
     attributes: Mapping[str, Any]
     data_names: Mapping[str, bool]
+
+    @functools.cached_property
+    def names(self) -> Any:
+        """``data_names``, as the objects of this description share them."""
+        return _compat.mapping_of_names(dict(self.data_names))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +106,8 @@ class Blueprint:
     Attributes:
         root: The description of the object.
         slots: Its Variables and raw arrays by path.
-        program: Computes them, in the order of ``Slot.index``, from keys and counters.
+        program: Computes them from keys and counters, each as the output ``Slot.index``; the blueprints of one trace
+            share it.
         draws: How often each stream of ``rngs`` was drawn from, by name.
         values: The inferred arguments that it was read with.
     """
@@ -157,20 +169,22 @@ class Stream(nnx.RngStream):
     Only where the constructor itself draws: a copy of it inside a nested transform folds keys as usual.
     """
 
-    def __init__(self, key: Any, count: Any, *, tag: str, root: Any) -> None:
-        self.tag = tag
-        self.key = nnx.RngKey(key, tag=tag)
-        self.count = nnx.RngCount(count, tag=tag)
-        self.root = root
-        self.draws = 0
+    root: Any
+    draws: int
+
+    @classmethod
+    def make(cls, key: Any, count: Any, *, tag: str, root: Any) -> Stream:
+        """Make a stream; without a constructor, for Flax checks what those set, at length."""
+        data = {"key": nnx.RngKey(key, tag=tag), "count": nnx.RngCount(count, tag=tag)}
+        return _compat.new_object(cls, data, {"tag": tag, "root": root, "draws": 0})
 
     def __call__(self) -> Any:
         """Record a draw."""
         key, count = self.key.get_value(), self.count.get_value()
         if self.root() is not _compat.current_trace() or key.shape != ():
             return super().__call__()
-        self.draws += 1
-        self.count.set_raw_value(count + np.uint32(1))
+        object.__setattr__(self, "draws", self.draws + 1)
+        self.count.set_raw_value(jax.lax.add(count, np.uint32(1)))
         return fold_p.bind(key, count)
 
     def fork(self, *, split: int | tuple[int, ...] | None = None) -> nnx.RngStream:
@@ -221,75 +235,79 @@ def is_initializer(name: str, value: Any) -> bool:
 def trace(
     cls: type,
     arguments: Mapping[str, Any],
-    values: Mapping[str, Any],
+    readings: Sequence[tuple[Mapping[str, Any], Callable[[Mapping[str, Any]], dict[str, Any]]]],
     modules: Mapping[str, Any],
-    prepare: Callable[[Mapping[str, Any]], dict[str, Any]],
     streams: Mapping[str, tuple[Any, Any, str]],
     rngs_name: str | None,
-) -> Blueprint:
-    """Run a constructor abstractly.
+) -> list[Blueprint]:
+    """Run a constructor abstractly, at several sizes in one trace: half of what a trace costs is to begin one.
 
     Args:
         cls: The class.
         arguments: Its arguments by name, without rngs, modules and what is inferred.
-        values: The inferred arguments.
+        readings: For each run, the inferred arguments, and a function that is called with the modules inside the
+            trace and returns what the constructor gets.
         modules: Its arguments that are modules; where the object holds one, the blueprint says :class:`Given`.
-        prepare: Called with the modules inside the trace; returns what the constructor gets.
         streams: Avals of key and counter, and the tag, of every stream of rngs.
         rngs_name: The name of the argument that takes the rngs, None if it takes none.
+
+    Returns:
+        A blueprint for each run; they share one program.
 
     Raises:
         Exception: Whatever the constructor raises.
     """
-    result: dict[str, Any] = {}
+    found: list[tuple[Node, dict[Path, Slot], dict[str, int]]] = []
 
     def build(*leaves: Any) -> list[Any]:
         root = _compat.weak(_compat.current_trace())
-        call = {k: Recorded(v, root) if is_initializer(k, v) else v for k, v in arguments.items()} | dict(values)
-        mirrors = {}
-        for i, (name, (_, _, tag)) in enumerate(streams.items()):
-            mirrors[name] = Stream(leaves[2 * i], leaves[2 * i + 1], tag=tag, root=root)
-        prepared = prepare(modules)
-        call.update(prepared)
-        known = {id(v): k for k, v in prepared.items()}
-        if rngs_name is not None:
-            call[rngs_name] = rngs = _make_rngs(mirrors)
-            known |= {id(rngs): rngs_name} | {id(m): f"{rngs_name}.{name}" for name, m in mirrors.items()}
-        with nnx.use_eager_sharding(False):
-            twin = _construct(cls, call)
-        reader = _Reader(known)
-        result["root"] = reader.describe(twin, ())
-        result["slots"] = reader.slots
-        result["draws"] = {name: stream.draws for name, stream in mirrors.items()}
-        return reader.values
+        plain = {k: Recorded(v, root) if is_initializer(k, v) else v for k, v in arguments.items()}
+        outputs: list[Any] = []
+        for values, prepare in readings:
+            mirrors = {}
+            for i, (name, (_, _, tag)) in enumerate(streams.items()):
+                mirrors[name] = Stream.make(leaves[2 * i], leaves[2 * i + 1], tag=tag, root=root)
+            prepared = prepare(modules)
+            call = {**plain, **values, **prepared}
+            known = {id(v): k for k, v in prepared.items()}
+            if rngs_name is not None:
+                call[rngs_name] = rngs = _make_rngs(mirrors)
+                known |= {id(rngs): rngs_name} | {id(m): f"{rngs_name}.{name}" for name, m in mirrors.items()}
+            with nnx.use_eager_sharding(False):
+                twin = _construct(cls, call)
+            reader = _Reader(known, outputs)
+            found.append((reader.describe(twin, ()), reader.slots, {n: s.draws for n, s in mirrors.items()}))
+        return outputs
 
     avals = [aval for key, count, _ in streams.values() for aval in (key, count)]
     program = jax.make_jaxpr(build)(*avals)
-    return Blueprint(result["root"], result["slots"], program, result["draws"], values)
+    pairs = zip(found, readings, strict=True)
+    return [Blueprint(node, slots, program, draws, values) for (node, slots, draws), (values, _) in pairs]
 
 
 def _construct(cls: type, arguments: dict[str, Any]) -> Any:
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.name in arguments]
-    in_order = [arguments.pop(n) for n in positional]
+    in_order = [arguments.pop(n) for n in _positional_only(cls) if n in arguments]
     return cls(*in_order, **arguments)
+
+
+@functools.cache
+def _positional_only(cls: type) -> list[str]:
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
 
 
 def _make_rngs(mirrors: Mapping[str, Stream]) -> nnx.Rngs | Stream:
     if list(mirrors) == [""]:  # a bare stream was given
         return mirrors[""]
-    rngs = nnx.Rngs()
-    for name, stream in mirrors.items():
-        setattr(rngs, name, stream)
-    return rngs
+    return _compat.new_object(nnx.Rngs, mirrors, {})
 
 
 class _Reader:
     """Turns a constructed object into descriptions, one description for an object however often it is met."""
 
-    def __init__(self, given: Mapping[int, str]) -> None:
+    def __init__(self, given: Mapping[int, str], values: list[Any]) -> None:
         self.given = given
-        self.values: list[Any] = []
+        self.values = values  # those of the slots are appended
         self.slots: dict[Path, Slot] = {}
         self.seen: dict[int, Any] = {}
         self.alive: list[Any] = []
@@ -308,7 +326,7 @@ class _Reader:
     def _describe(self, value: Any, path: Path) -> Any:
         if isinstance(value, nnx.Variable):
             return self._slot(value.get_raw_value(), path, type(value), self._metadata(value))
-        if isinstance(value, nnx.Pytree):
+        if nnx.Pytree in type(value).__mro__:  # isinstance would take long for a type that it has not seen
             return self._node(value, path)
         if isinstance(value, Tracer):
             return self._slot(value, path, None, {})

@@ -10,7 +10,7 @@ from flax import nnx
 from lazymods import _compat
 from lazymods._blueprint import Container, Given, Node, Slot, Static
 from lazymods._graph import STATE, Path, dotted
-from lazymods._placeholder import UninitializedArray, placeholder, placeholder_type
+from lazymods._placeholder import UninitializedArray, placeholder_type
 from lazymods._recipe import Recipe, StaticKeys, key_source
 from lazymods._spec import LayerSpec, SlotSource, Template
 
@@ -20,6 +20,8 @@ class LazyState:
 
     Two states are equal if their specs are: the trace is not part of a jit cache key.
     """
+
+    unchecked = True  # whether Flax has to check the layer's attributes, when next it checks the whole layer
 
     def __init__(
         self,
@@ -36,6 +38,15 @@ class LazyState:
     def built_in(self, trace: Any) -> bool:
         """Whether the layer was built in ``trace`` (rather than copied into it)."""
         return trace is _compat.eval_trace() if self.home is None else self.home() is trace
+
+    @staticmethod
+    def spares(layer: Any, name: str) -> bool:
+        """Whether an attribute needs no check, when Flax checks a whole object (the state is its last attribute)."""
+        state = vars(layer).get(STATE)
+        if state is None or state.unchecked:
+            return False
+        state.unchecked = name == STATE
+        return True
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LazyState) and self.spec == other.spec and self.given == other.given
@@ -57,27 +68,56 @@ class LazyState:
         self.home = None
 
 
-def build(layer: Any, spec: LayerSpec, template: Template, keys: Sequence[Any], given: Mapping[str, Any]) -> None:
-    """Give a new lazy layer its attributes and placeholders.
+class Mould:
+    """What all layers of one configuration have in common, worked out once.
 
     Args:
-        layer: The object, still without attributes.
-        spec: Its spec.
+        spec: Their spec.
         template: The template of the spec.
-        keys: Key and counter of each stream, as they are before the layer draws from them.
-        given: What the caller handed in and the layer keeps, by argument name.
     """
-    builder = Builder(spec, template, keys, given)
-    root = template.blueprint.root
-    for name, description in root.attributes.items():
-        if (name,) not in template.pending:
-            object.__setattr__(layer, name, builder.make(description, (name,)))
-    names = {k: v for k, v in root.data_names.items() if (k,) not in template.pending}
-    _compat.set_data_names(layer, names)
-    places = {d.argument: p for p, d in _given(root, ())}
-    kept = {a: places[a] for a in spec.modules if a in places}
-    static = builder.keys if isinstance(builder.keys, StaticKeys) else None
-    object.__setattr__(layer, STATE, LazyState(spec, kept, static))
+
+    def __init__(self, spec: LayerSpec, template: Template) -> None:
+        self.spec, self.template = spec, template
+        root = template.blueprint.root
+        self.attributes = [(n, d) for n, d in root.attributes.items() if (n,) not in template.pending]
+        names = {n: is_data for n, is_data in root.data_names.items() if (n,) not in template.pending}
+        self.names = _compat.mapping_of_names({**names, STATE: False})
+        places = {d.argument: p for p, d in _given(root, ())}
+        self.given = {a: places[a] for a in spec.modules if a in places}
+        self.draws = [(n, draws) for n, draws in template.blueprint.draws.items() if draws]
+        self._placeholders: dict[Path, tuple[Any, tuple[Any, ...]]] = {}
+
+    def placeholder(self, slot: Slot) -> tuple[Any, tuple[Any, ...]]:
+        """The class of a slot's placeholder, and the static part of its recipe."""
+        if slot.path not in self._placeholders:
+            cls = UninitializedArray if slot.cls is None else placeholder_type(slot.cls)
+            # with a guessed structure not even the rank is sure
+            shape = None if self.spec.guesses else self.template.shapes[slot.path]
+            source = SlotSource(self.spec, slot.path)
+            self._placeholders[slot.path] = cls, (source, shape, slot.dtype, dotted(slot.path))
+        return self._placeholders[slot.path]
+
+    def build(self, layer: Any, keys: Sequence[Any], given: Mapping[str, Any], *, checked: bool) -> None:
+        """Give a new lazy layer its attributes and placeholders.
+
+        Args:
+            layer: The object, still without attributes.
+            keys: Key and counter of each stream, as they are before the layer draws from them.
+            given: What the caller handed in and the layer keeps, by argument name.
+            checked: Whether no attributes but those of the template will be there when the constructor returns: Flax
+                has checked those of the object that the template describes.
+        """
+        builder = Builder(self, keys, given)
+        for name, description in self.attributes:
+            shared = isinstance(description, Static) and not description.mutable
+            value = description.value if shared else builder.make(description, (name,))
+            object.__setattr__(layer, name, value)
+        _compat.share_data_names(layer, self.names)
+        static = builder.keys if isinstance(builder.keys, StaticKeys) else None
+        vars(layer).pop(STATE, None)  # so that it comes last, see LazyState.spares
+        state = LazyState(self.spec, self.given, static)
+        state.unchecked = not checked
+        object.__setattr__(layer, STATE, state)
 
 
 def _given(description: Any, path: Path) -> Iterator[tuple[Path, Given]]:
@@ -91,11 +131,12 @@ def _given(description: Any, path: Path) -> Iterator[tuple[Path, Given]]:
 class Builder:
     """Makes objects from descriptions: placeholders for slots, one object for a shared description."""
 
-    def __init__(self, spec: LayerSpec, template: Template, keys: Sequence[Any], given: Mapping[str, Any]) -> None:
-        self.spec, self.template, self.given = spec, template, given
+    def __init__(self, mould: Mould, keys: Sequence[Any], given: Mapping[str, Any]) -> None:
+        self.mould, self.template, self.given = mould, mould.template, given
         self.arrays = tuple(keys)
         self.keys = key_source(keys)
         self.made: dict[int, Any] = {}
+        self.metadata = _compat.default_metadata()
 
     def make(self, description: Any, path: Path) -> Any:
         if isinstance(description, Static):
@@ -121,12 +162,9 @@ class Builder:
         return node
 
     def _slot(self, slot: Slot) -> Any:
-        metadata = dict(slot.metadata) | _compat.default_metadata()
+        metadata = {**slot.metadata, **self.metadata}
         if slot.cls is not None and issubclass(slot.cls, nnx.RngState):  # random state depends on no size
             value = self.template.blueprint.run([slot], self.arrays)[0]
             return _compat.new_variable(slot.cls, value, metadata)
-        # with a guessed structure not even the rank is sure
-        shape = None if self.spec.guesses else self.template.shapes[slot.path]
-        source = SlotSource(self.spec, slot.path)
-        recipe = Recipe(source, shape, slot.dtype, dotted(slot.path), self.keys)
-        return placeholder(UninitializedArray if slot.cls is None else placeholder_type(slot.cls), recipe, metadata)
+        cls, static = self.mould.placeholder(slot)
+        return _compat.new_variable(cls, Recipe(*static, keys=self.keys), metadata)

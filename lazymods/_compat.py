@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from flax.nnx import graphlib
 from flax.nnx.transforms import iteration
 from flax.typing import HashableMapping
 from jax._src import core
 from jax._src import mesh as mesh_lib
+from jax._src.interpreters import pxla
 
 STATE = "_pytree__state"  # flax: the trace in which an object was born
 NODES = "_pytree__nodes"  # flax: which attributes are data
@@ -67,11 +69,47 @@ def home_trace(node: Any) -> Any:
     return birth_trace(node) or current_trace()
 
 
+def device_put(arrays: Sequence[np.ndarray[Any, Any]], device: Any) -> list[jax.Array]:
+    """Return ``jax.device_put(array)`` of each, uncommitted, for a fifth of the price of the public function.
+
+    Calls ``jax._src.interpreters.pxla.batched_device_put`` when operations are executed; in a trace, the public
+    function. The dtypes must be ones that JAX has arrays of.
+    """
+    if core.trace_ctx.trace is not core.eval_trace:
+        return jax.device_put(list(arrays))
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    avals: dict[Any, Any] = {}
+    out = []
+    for array in arrays:
+        kind = (array.shape, array.dtype)
+        if kind not in avals:
+            avals[kind] = core.ShapedArray(array.shape, array.dtype)
+        out.append(pxla.batched_device_put(avals[kind], sharding, [array], [device], committed=False))
+    return out
+
+
 def bind_equation(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     """Run one equation of a jaxpr in the current trace (``JaxprEqn.ctx``, ``Primitive.get_bind_params``)."""
     with equation.ctx.manager:
         out = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
     return out if equation.primitive.multiple_results else [out]
+
+
+def counted(count: Any, draws: int) -> Any:
+    """Return ``count + draws`` for the counter of a random stream, made on the host where that is the same.
+
+    A fresh process would compile the addition, for longer than a hundred layers take. It is the same for an array
+    that is bound to no device, if programs run where it is (``jax._src.interpreters.pxla.batched_device_put``).
+    """
+    array = isinstance(count, jax.Array) and not isinstance(count, core.Tracer)
+    here = core.trace_ctx.trace is core.eval_trace and mesh_lib.get_abstract_mesh().empty
+    if array and here and not count.committed and count.dtype == np.uint32 and not (count.shape or count.weak_type):
+        device = jax.local_devices()[0]
+        default = jax.config.jax_default_device  # type: ignore[attr-defined]
+        if count.devices() == {device} and default is None:
+            value = np.array((int(np.asarray(count)) + draws) % 2**32, np.uint32)
+            return pxla.batched_device_put(count.aval, count.sharding, [value], [device], False)  # type: ignore[arg-type]
+    return count + np.uint32(draws)
 
 
 # ---------------------------------------------------------------- nnx transforms (flax)
@@ -135,6 +173,14 @@ def new_variable(cls: type[nnx.Variable[Any]], raw: Any, metadata: dict[str, Any
     return cls._new(raw, metadata)
 
 
+def value_of(variable: nnx.Variable[Any]) -> Any:
+    """Return ``variable.get_value()``, without the copy if it is an array that no hook changes (``_raw_value``)."""
+    ordinary = type(variable).get_value is nnx.Variable.get_value and "on_get_value" not in variable._var_metadata
+    if ordinary and isinstance(variable._raw_value, jax.Array) and not isinstance(variable._raw_value, jax.Ref):
+        return variable._raw_value
+    return variable.get_value()
+
+
 def raw_metadata(variable: nnx.Variable[Any]) -> dict[str, Any]:
     """Return a Variable's own metadata dict (``Variable._var_metadata``)."""
     return variable._var_metadata
@@ -167,12 +213,51 @@ def set_data_names(node: Any, names: dict[str, bool]) -> None:
         object.__setattr__(node, NODES, HashableMapping(names, copy=False))
 
 
-def new_object(cls: type) -> Any:
-    """Make an nnx object without running its constructor, as ``nnx.Pytree``'s metaclass begins to."""
+def forget_data_name(node: Any, name: str) -> None:
+    """Say nothing any more of whether an attribute of an nnx object is data."""
+    if name in getattr(node, NODES):
+        set_data_names(node, {k: v for k, v in data_names(node).items() if k != name})
+
+
+def share_data_names(node: Any, names: HashableMapping[str, bool]) -> None:
+    """Say which attributes of an nnx object are data, by a mapping that others share: it is never changed."""
+    object.__setattr__(node, NODES, names)
+
+
+def mapping_of_names(names: dict[str, bool]) -> HashableMapping[str, bool]:
+    """Return what :func:`share_data_names` takes."""
+    return HashableMapping(names, copy=False)
+
+
+def new_object(cls: type, data: Mapping[str, Any] | None = None, static: Mapping[str, Any] | None = None) -> Any:
+    """Make an nnx object without running its constructor, as ``nnx.Pytree``'s metaclass begins to.
+
+    Args:
+        cls: Its class.
+        data: Attributes that are data.
+        static: Attributes that are not.
+    """
     node = object.__new__(cls)
     object.__setattr__(node, STATE, nnx.pytreelib.PytreeState())
     object.__setattr__(node, NODES, getattr(cls, NODES))
+    if data is not None and static is not None:
+        vars(node).update(static, **data)
+        set_data_names(node, data_names(node) | dict.fromkeys(static, False) | dict.fromkeys(data, True))
     return node
+
+
+def check_without(cls: type, spared: Callable[[Any, str], bool]) -> dict[str, Any]:
+    """Return methods for a subclass of ``cls`` that spare some attributes of a new object flax's check of each.
+
+    Flax searches every value for arrays, which takes longer than to make the object. Overrides ``_check_value`` of
+    ``nnx.Pytree``; ``check_pytree``, which runs when a constructor returns, calls it without a ``new_status``.
+    """
+
+    def check_value(self: Any, key: str, value: Any, new_status: Any) -> None:
+        if new_status is not None or not spared(self, key):
+            cls._check_value(self, key, value, new_status)  # type: ignore[attr-defined]
+
+    return {"_check_value": check_value}
 
 
 def set_class(node: Any, cls: type) -> None:

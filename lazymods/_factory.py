@@ -7,6 +7,7 @@ object placeholders. At the first call ``infer`` tells the missing arguments, an
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -15,13 +16,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 from flax import nnx
 
 from lazymods import _compat, _first_call, _sizing
-from lazymods._arguments import constructor_parameters
+from lazymods._arguments import Ignored, UnhashableError, constructor_parameters, exact, freeze
 from lazymods._blueprint import Blueprint
-from lazymods._building import build
+from lazymods._building import LazyState, Mould
 from lazymods._errors import (
     NOT_TRACEABLE,
     ConfigurationError,
@@ -35,7 +35,7 @@ from lazymods._errors import (
 from lazymods._graph import STATE
 from lazymods._mixin import LazyModuleMixin
 from lazymods._plan import Infer, Plan
-from lazymods._spec import REFUSALS, LayerSpec
+from lazymods._spec import REFUSALS, LayerSpec, context
 
 
 class _Inferred:
@@ -83,9 +83,10 @@ def lazy(cls: type, *, infer: Infer) -> Any:
 def make(plan: Plan, *, name: str, module: str, doc: str | None = None) -> Any:
     """Make the lazy class of a plan (the built-in layers are made with this)."""
     signature, rngs_name = _signature(plan)
+    twin = _Twin(plan, signature, rngs_name)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        _construct(self, plan, signature, rngs_name, args, kwargs)
+        _construct(self, twin, args, kwargs)
 
     def initialize_parameters(self: Any, *args: Any, **kwargs: Any) -> Blueprint:
         """Infer the sizes from the arguments of the first call and initialize every parameter."""
@@ -104,6 +105,7 @@ def make(plan: Plan, *, name: str, module: str, doc: str | None = None) -> Any:
         "_lazymods_infer": lambda self, args, kwargs: _sizing.infer_values(self, plan, args, kwargs),
         "_lazymods_plan": plan,
     }
+    namespace |= _compat.check_without(plan.cls, LazyState.spares)
     for entry in plan.entries:
         namespace[entry] = _entry(plan, entry)
     bases = (LazyModuleMixin, plan.cls)
@@ -159,10 +161,70 @@ def _signature(plan: Plan) -> tuple[inspect.Signature, str | None]:
 # ---------------------------------------------------------------- constructing
 
 
-def _construct(
-    layer: Any, plan: Plan, signature: inspect.Signature, rngs_name: str | None, args: Any, kwargs: Any
-) -> None:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Twin:
+    """A lazy class: its plan, its constructor's signature, and which argument takes the rngs."""
+
+    plan: Plan
+    signature: inspect.Signature
+    rngs_name: str | None
+
+    @functools.cached_property
+    def default_rngs(self) -> Any:
+        """The rngs of a layer that was given none."""
+        return self.signature.parameters[self.rngs_name].default if self.rngs_name else None
+
+    @functools.cached_property
+    def remembers(self) -> bool:
+        """Whether layers that are given the same arguments are configured alike, and without arrays."""
+        try:
+            freeze([p.default for p in self.signature.parameters.values()])
+        except UnhashableError:
+            return False
+        return True
+
+
+def _construct(layer: Any, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name = type(layer).__name__
+    given = dict(kwargs)
+    rngs = given.pop(twin.rngs_name or "", twin.default_rngs)
+    streams, modules = _streams(rngs), {}
+    key = None if streams is None else _key(name, twin, args, given, streams)
+    if key is None:
+        mould, modules = _mould(name, twin, args, kwargs)
+    else:
+        mould, _ = _remembered_mould(key, rngs is None, Ignored((name, twin, args, given, kwargs)))
+    streams = streams or {}
+    kept = {**modules, "rngs": rngs, **{f"rngs.{n}": s for n, s in streams.items()}}
+    keys = [a for s in streams.values() for a in (_compat.value_of(s.key), _compat.value_of(s.count))]
+    checked = "_lazymods_plan" in vars(type(layer)) and _compat.is_pytree(type(layer))
+    mould.build(layer, keys, kept, checked=checked)
+    for n, draws in mould.draws:
+        count = streams[n].count
+        count.set_raw_value(_compat.counted(_compat.value_of(count), draws))
+
+
+def _key(name: str, twin: _Twin, args: Any, given: Mapping[str, Any], streams: Mapping[str, Any]) -> Any:
+    """All that a layer's configuration follows from, None if it cannot be a key; without it, each is bound anew."""
+    if not twin.remembers:
+        return None
+    try:
+        arguments = tuple(map(exact, args)), tuple([(k, exact(v)) for k, v in given.items()])
+    except UnhashableError:
+        return None
+    return twin, name, arguments, _described(streams), context(), nnx.var_defaults().ref
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered_mould(key: Any, without_rngs: bool, asked: Ignored) -> tuple[Mould, Any]:
+    name, twin, args, given, kwargs = asked.value
+    asked.value = None  # the cache keeps what it was asked with, but must not keep the rngs
+    return _mould(name, twin, args, kwargs)[0], (args, given)  # kept alive: the key has their identities
+
+
+def _mould(name: str, twin: _Twin, args: Any, kwargs: Any) -> tuple[Mould, dict[str, Any]]:
+    """Configure a layer: its mould, and those of its arguments that are modules."""
+    plan, signature = twin.plan, twin.signature
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -179,25 +241,21 @@ def _construct(
     config = {k: v for k, v in bound.arguments.items() if v is not INFERRED}
     if plan.prepare is not None:
         config = plan.prepare(config)
-    rngs = config.pop(rngs_name, None) if rngs_name else None
-    streams = _read_streams(name, rngs)
+    rngs = config.pop(twin.rngs_name, None) if twin.rngs_name else None
+    streams = _streams(rngs)
+    if streams is None:
+        raise _no_rngs(name, rngs)
     structure = _structure(plan, config)
-    modules = {k: v for k, v in config.items() if isinstance(v, nnx.Module)}
-    described = tuple((n, s.key.get_value().dtype, s.tag) for n, s in streams.items())
-    takes_rngs = rngs_name if rngs is not None else None
+    modules = {k: v for k, v in config.items() if nnx.Module in type(v).__mro__}
+    described = _described(streams)
+    takes_rngs = twin.rngs_name if rngs is not None else None
     plain = {k: v for k, v in config.items() if k not in modules}
 
     def specify(unknown: dict[str, Any], guesses: tuple[dict[str, Any], ...]) -> LayerSpec:
         options = tuple(plan.options)
         return LayerSpec(name, plan.cls, plain, unknown, options, described, takes_rngs, tuple(modules), guesses)
 
-    spec, template = _first_that_reads(plan, specify, structure, modules)
-    keys = [a for s in streams.values() for a in (s.key.get_value(), s.count.get_value())]
-    given: dict[str, Any] = {**modules, "rngs": rngs} | {f"rngs.{n}": s for n, s in streams.items()}
-    build(layer, spec, template, keys, given)
-    for n, draws in template.blueprint.draws.items():
-        if draws:
-            streams[n].count.set_raw_value(streams[n].count.get_value() + np.uint32(draws))
+    return Mould(*_first_that_reads(plan, specify, structure, modules)), modules
 
 
 def _check_defaults(name: str) -> None:
@@ -208,6 +266,29 @@ def _check_defaults(name: str) -> None:
             needed = "ordinary Variables: a placeholder is none of that kind"
             write = f"with nnx.var_defaults({kind}=False): {name}(...)"
             raise ConfigurationError(Problem(name, f"nnx.var_defaults({kind}=True)", needed, write))
+
+
+def _streams(rngs: Any) -> dict[str, nnx.RngStream] | None:
+    """The streams of rngs by name; None if those are not what a layer can take."""
+    if rngs is None:
+        return {}
+    if isinstance(rngs, nnx.RngStream):
+        streams = {"": rngs}
+    elif isinstance(rngs, nnx.Rngs):
+        streams = dict(rngs.items())
+    else:
+        return None
+    return None if any(_compat.value_of(s.key).shape != () for s in streams.values()) else streams
+
+
+def _no_rngs(name: str, rngs: Any) -> LazyError:
+    got = "streams of several keys" if isinstance(rngs, (nnx.Rngs, nnx.RngStream)) else describe(rngs)
+    needed = "an nnx.Rngs with one key a stream"
+    return ConfigurationError(Problem(name, f"rngs={got}", needed, f"{name}(..., rngs=nnx.Rngs(0))"))
+
+
+def _described(streams: Mapping[str, nnx.RngStream]) -> tuple[tuple[str, Any, str], ...]:
+    return tuple([(n, _compat.value_of(s.key).dtype, s.tag) for n, s in streams.items()])
 
 
 def _short(signature: inspect.Signature) -> str:
@@ -224,24 +305,6 @@ def _call_line(name: str, signature: inspect.Signature) -> str:
     required = [n for n, p in signature.parameters.items() if p.default is p.empty and n != "rngs"]
     rngs = ["rngs=nnx.Rngs(0)"] if _needs_rngs(signature) else []
     return f"{name}({', '.join(required + rngs)})"
-
-
-def _read_streams(name: str, rngs: Any) -> dict[str, nnx.RngStream]:
-    if rngs is None:
-        return {}
-    streams = (
-        {"": rngs} if isinstance(rngs, nnx.RngStream) else dict(rngs.items()) if isinstance(rngs, nnx.Rngs) else None
-    )
-    if streams is None or any(s.key.get_value().shape != () for s in streams.values()):
-        raise ConfigurationError(
-            Problem(
-                name,
-                f"rngs={describe(rngs) if streams is None else 'streams of several keys'}",
-                "an nnx.Rngs with one key a stream",
-                f"{name}(..., rngs=nnx.Rngs(0))",
-            )
-        )
-    return streams
 
 
 def _structure(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -52,16 +55,60 @@ def attributes(node: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(node).items() if k not in _PRIVATE}
 
 
-def children(value: Any) -> Iterator[tuple[Any, Any]]:
+class Kind(enum.IntEnum):
+    """What a value is to a walk."""
+
+    VARIABLE = 0
+    ARRAY = 1
+    NODE = 2  # an nnx object
+    MAPPING = 3
+    SEQUENCE = 4
+    OTHER = 5
+
+
+VARIABLE, ARRAY, NODE, MAPPING, SEQUENCE, OTHER = Kind
+
+
+def kind_of(value: Any) -> Kind:
+    """Tell what a value is to a walk; by its type alone, where that says it."""
+    kind = _kind_of_type(type(value))
+    return _kind_of_instance(value) if kind is None else kind
+
+
+@functools.lru_cache(maxsize=4096)  # isinstance() asks the metaclasses of Variables and arrays, every time
+def _kind_of_type(cls: type) -> Kind | None:
+    if cls in (str, bool, int, float, complex, type(None), types.FunctionType, types.BuiltinFunctionType, type):
+        return OTHER
+    if issubclass(cls, nnx.Variable):
+        return VARIABLE
+    if issubclass(cls, nnx.Pytree):
+        return NODE
+    if issubclass(cls, (np.ndarray, jax.ShapeDtypeStruct)):
+        return ARRAY
+    if issubclass(cls, Mapping):
+        return MAPPING
+    if issubclass(cls, (list, tuple)):
+        return SEQUENCE
+    return None  # tracers, say, answer for what they stand for
+
+
+def _kind_of_instance(value: Any) -> Kind:
+    if isinstance(value, nnx.Variable):
+        return VARIABLE
+    return ARRAY if isinstance(value, jax.Array) else OTHER
+
+
+def children(value: Any) -> Iterable[tuple[Any, Any]]:
     """What an nnx object, mapping, list or tuple holds, by key."""
-    if isinstance(value, nnx.Pytree):
-        yield from attributes(value).items()
-    elif isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, tuple) and (fields := getattr(value, "_fields", None)):  # optax states are named tuples
-        yield from zip(fields, value, strict=True)
-    elif isinstance(value, (list, tuple)):
-        yield from enumerate(value)
+    kind = kind_of(value)
+    if kind is NODE:
+        return [item for item in vars(value).items() if item[0] not in _PRIVATE]
+    if kind is MAPPING:
+        return list(value.items())
+    if kind is not SEQUENCE:
+        return ()
+    fields = getattr(value, "_fields", None)  # optax states are named tuples
+    return zip(fields, value, strict=True) if fields and isinstance(value, tuple) else enumerate(value)
 
 
 def entries(model: Any) -> Iterator[Entry]:
@@ -72,32 +119,32 @@ def entries(model: Any) -> Iterator[Entry]:
 def _entries(holder: Any, path: Path, above: tuple[int, ...]) -> Iterator[Entry]:
     if id(holder) in above:  # a cycle
         return
+    above = (*above, id(holder))
     for key, value in children(holder):
-        here = (*path, key)
-        if isinstance(value, (nnx.Variable, jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
-            yield Entry(here, holder, key, value)
-        elif _is_branch(value):
-            yield from _entries(value, here, (*above, id(holder)))
+        kind = kind_of(value)
+        if kind <= ARRAY:
+            yield Entry((*path, key), holder, key, value)
+        elif kind is NODE or (kind < OTHER and value):
+            yield from _entries(value, (*path, key), above)
 
 
-def nodes(model: Any) -> Iterator[tuple[Path, Any]]:
+def nodes(model: Any) -> list[tuple[Path, Any]]:
     """Every nnx object, ``model`` first, one that is shared under its first name only."""
-    yield from _nodes(model, (), set())
+    found: list[tuple[Path, Any]] = []
+    _collect_nodes(model, (), set(), found)
+    return found
 
 
-def _nodes(value: Any, path: Path, seen: set[int]) -> Iterator[tuple[Path, Any]]:
-    if isinstance(value, nnx.Pytree):
+def _collect_nodes(value: Any, path: Path, seen: set[int], found: list[tuple[Path, Any]]) -> None:
+    if kind_of(value) is NODE:
         if id(value) in seen:
             return
         seen.add(id(value))
-        yield path, value
+        found.append((path, value))
     for key, child in children(value):
-        if _is_branch(child):
-            yield from _nodes(child, (*path, key), seen)
-
-
-def _is_branch(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree) or (isinstance(value, (Mapping, list, tuple)) and bool(value))
+        kind = kind_of(child)
+        if kind is NODE or (NODE < kind < OTHER and child):
+            _collect_nodes(child, (*path, key), seen, found)
 
 
 MISSING = object()  # what get_child and at return where there is nothing
@@ -130,12 +177,12 @@ def variables(model: Any) -> list[nnx.Variable[Any]]:
 
 def is_placeholder(value: Any) -> bool:
     """Whether a value is a Variable without a value."""
-    return isinstance(value, nnx.Variable) and isinstance(value.get_raw_value(), Recipe)
+    return kind_of(value) is VARIABLE and isinstance(value.get_raw_value(), Recipe)
 
 
 def is_lazy_node(node: Any) -> bool:
     """Whether an nnx object is a lazy layer that has not become its class yet."""
-    return isinstance(node, nnx.Pytree) and STATE in vars(node)
+    return kind_of(node) is NODE and STATE in vars(node)
 
 
 def lazy_nodes(model: Any) -> list[tuple[Path, Any]]:

@@ -21,7 +21,7 @@ from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._blueprint import Blueprint, Node, Slot, Static
-from lazymods._building import Builder
+from lazymods._building import Builder, Mould
 from lazymods._errors import Problem, ShapeInferenceError, located
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import (
@@ -120,7 +120,7 @@ def _conform(layer: Any, blueprint: Blueprint) -> None:
     traced = (v.recipe.keys for v in _graph.variables(layer) if isinstance(v, UninitializedVariable))
     keys = next(traced, ()) if static is None else static.arrays
     shapes = {p: s.shape for p, s in blueprint.slots.items()}
-    builder = Builder(spec, Template(blueprint, shapes, {}, frozenset()), keys, {})
+    builder = Builder(Mould(spec, Template(blueprint, shapes, {}, frozenset())), keys, {})
     _conform_node(layer, blueprint.root, spec.template.blueprint.root, (), builder)
 
 
@@ -218,10 +218,7 @@ def settle(layer: Any, blueprint: Blueprint | None, *, keep_class: bool = False)
     if blueprint is not None:
         merge_attributes(layer, blueprint)
     del vars(layer)[STATE]
-    names = _compat.data_names(layer)
-    if STATE in names:
-        del names[STATE]
-        _compat.set_data_names(layer, names)
+    _compat.forget_data_name(layer, STATE)
     if not keep_class:
         finish_class(layer)
 
@@ -281,16 +278,22 @@ def _merge(node: Any, actual: Node, template: Node) -> None:
         merged[name] = value
     gone = {k for k in current if k in template.attributes and k not in actual.attributes}
     extra = {k: v for k, v in current.items() if k not in gone}
-    names = dict(actual.data_names) | {k: v for k, v in _compat.data_names(node).items() if k in extra}
+    names = actual.names
+    if extra:
+        names = names.update({k: v for k, v in _compat.data_names(node).items() if k in extra})
     own = {k: vars(node)[k] for k in (_compat.STATE, _compat.NODES) if k in vars(node)}
     ours = {k: vars(node)[k] for k in (STATE, _graph.HOOKS) if k in vars(node)}
     vars(node).clear()
     vars(node).update(own | merged | extra | ours)
-    _compat.set_data_names(node, names)
+    _compat.share_data_names(node, names)
 
 
-def settle_if_filled(layer: Any) -> bool:
+def settle_if_filled(layer: Any, *, initialize: bool = False) -> bool:
     """Settle a layer whose slots have all been filled one by one, by a load or by hand.
+
+    Args:
+        layer: A lazy layer.
+        initialize: Initialize the slots that are empty, if the sizes follow from the others.
 
     Returns:
         Whether it settled; not if a slot is empty or a size does not follow from the slots.
@@ -312,7 +315,7 @@ def settle_if_filled(layer: Any) -> bool:
     _conform(layer, blueprint)
     held = own_slots(layer, blueprint)
     empty = [v for _, _, v in held.values() if isinstance(v, UninitializedVariable)]
-    if not all(isinstance(v, TRANSIENT) for v in empty):
+    if not initialize and not all(isinstance(v, TRANSIENT) for v in empty):
         return False
     if empty:
         fill(layer, values)
@@ -336,12 +339,10 @@ def values_from_slots(layer: Any) -> dict[str, Any] | None:
     for reading in spec.readings():
         template = reading.probe(modules) if modules else reading.template
         shapes = _shapes_held(layer, template)
-        sizes, conflicts = reading.solve(template, shapes)
+        values, conflicts = reading.read(template, shapes)
         problems = problems or conflicts
-        if not conflicts and set(sizes) >= set(reading.size_names):
-            values = reading.values(sizes)
-            if not spec.guesses or _agree(spec, values, shapes):
-                return values
+        if values is not None and (not spec.guesses or _agree(spec, values, shapes)):
+            return values
     if problems:
         needed, write = "entries that agree on every size", "arrays of one and the same layer"
         raise ShapeInferenceError(*(Problem(spec.name, p, needed, write) for p in problems))

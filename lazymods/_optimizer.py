@@ -61,10 +61,18 @@ class LazyOptimizer(nnx.Optimizer[Any]):
             UninitializedError: If the model still has uninitialized parameters.
         """
         if STATE in vars(self):
-            self._make_state(model)
+            self.make_state(model)
         return nnx.Optimizer.update(self, model, grads, **kwargs)
 
-    def _make_state(self, model: Any) -> None:
+    def make_state(self, model: Any) -> None:
+        """Make the state that the first update would make, for a model that has all its parameters.
+
+        Args:
+            model: The model that the optimizer trains.
+
+        Raises:
+            UninitializedError: If it still has uninitialized parameters.
+        """
         left = _uninitialized(model, self.wrt)
         if left:
             raise UninitializedError(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from flax import nnx
-
 from lazymods import _compat, _graph
+from lazymods._graph import ARRAY, NODE, OTHER, VARIABLE, kind_of
 
 
 class Snapshot:
@@ -25,15 +23,16 @@ class Snapshot:
         if id(value) in seen:
             return
         seen.add(id(value))
-        if isinstance(value, nnx.Variable):
+        kind = kind_of(value)
+        if kind is VARIABLE:
             self._variables.append((value, type(value), value.get_raw_value(), value.get_metadata()))
             return
-        if isinstance(value, nnx.Pytree):
+        if kind is NODE:
             self._nodes.append((value, type(value), dict(vars(value))))
         elif isinstance(value, (dict, list)):
             self._containers.append((value, value.copy()))
         for _, child in _graph.children(value):
-            if isinstance(child, (nnx.Variable, nnx.Pytree, Mapping, list, tuple)):
+            if kind_of(child) not in (ARRAY, OTHER):
                 self._take(child, seen)
 
     def restore(self) -> None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lazymods import _blueprint, _compat
-from lazymods._arguments import UnhashableError, common_multiple, constructor_parameters, freeze
+from lazymods._arguments import Ignored, UnhashableError, common_multiple, constructor_parameters, freeze
 from lazymods._blueprint import Blueprint, Node, Path, Static
 from lazymods._errors import Problem, UninitializedError, check_pickles
 from lazymods._graph import dotted
@@ -180,24 +180,29 @@ class LayerSpec:
             modules: The arguments that are modules.
         """
         if modules or not isinstance(self.key, tuple):
-            return self.trace(values, modules, None)
-        return _cached_blueprint(self, freeze(dict(values)), _context(), _Ignored(values))
+            return self.trace([(values, None)], modules)[0]
+        return _cached_blueprint(self, freeze(dict(values)), context(), Ignored(values))
 
-    def trace(self, values: Mapping[str, Any], modules: Mapping[str, Any], probe: int | None) -> Blueprint:
-        """Read the constructor, uncached; with ``probe``, on copies of the modules that have sizes of that kind."""
+    def trace(
+        self, readings: Sequence[tuple[Mapping[str, Any], int | None]], modules: Mapping[str, Any]
+    ) -> list[Blueprint]:
+        """Read the constructor, uncached.
+
+        Args:
+            readings: For each reading, the inferred arguments, and a size for what is unknown of the modules, of which
+                the constructor then gets copies.
+            modules: The arguments that are modules.
+        """
         counter = jax.ShapeDtypeStruct((), jnp.uint32)
         streams = {n: (jax.ShapeDtypeStruct((), dtype), counter, tag) for n, dtype, tag in self.streams}
-        if probe is None:
-            prepare = dict
-        else:
-            prepare = functools.partial(_stand_ins, probe=probe)
-        return _blueprint.trace(self.cls, self.arguments, values, modules, prepare, streams, self.rngs_name)
+        prepared = [(v, dict if p is None else functools.partial(_stand_ins, probe=p)) for v, p in readings]
+        return _blueprint.trace(self.cls, self.arguments, prepared, modules, streams, self.rngs_name)
 
     @property
     def template(self) -> Template:
         """The template of a layer without module arguments, read once for all layers that are configured alike."""
         if isinstance(self.key, tuple):
-            return _cached_template(self, _context())
+            return _cached_template(self, context())
         if self._own_template is None:  # its arguments hold arrays, which a cache must not keep
             self._own_template = self.probe({})
         return self._own_template
@@ -222,23 +227,19 @@ class LayerSpec:
     def _probe(self, modules: Mapping[str, Any], units: Sequence[int]) -> Template:
         names = self.size_names
         first = {n: units[i % len(units)] for i, n in enumerate(names)}
-
-        def read(sizes: Sizes, probe: int = units[0]) -> Blueprint:
-            values = self.values(sizes)
-            return self.trace(values, modules, probe) if modules else self.blueprint(values, {})
-
-        base = read(first)
-        others = [(n, first | {n: 2 * first[n]}) for n in names]
-        probes = [(n, sizes, read(sizes)) for n, sizes in others]
-        third = {n: 3 * v for n, v in first.items()}
-        check = [(third, read(third))] if names else []
-        # with other stand-ins for lazy modules, an axis that moves is not this layer's to solve
-        moved = read(first, 2 * units[0]) if modules else base
+        doubled = [first | {n: 2 * first[n]} for n in names]
+        third = [{n: 3 * v for n, v in first.items()}] if names else []
+        wanted = [(self.values(sizes), units[0]) for sizes in (first, *doubled, *third)]
+        if modules:  # with other stand-ins for lazy modules, an axis that moves is not this layer's to solve
+            wanted.append((wanted[0][0], 2 * units[0]))
+        base, *others = self.trace(wanted, modules)
+        probes = list(zip(names, doubled, others, strict=False))
+        check = list(zip([*third, first], others[len(names) :], strict=False))
         axes = {
-            path: tuple(_formula(path, i, first, base, probes, [*check, (first, moved)]) for i in range(len(s.shape)))
+            path: tuple(_formula(path, i, first, base, probes, check) for i in range(len(s.shape)))
             for path, s in base.slots.items()
         }
-        return _template(base, axes, [*(b for *_, b in probes), *(b for _, b in check), moved])
+        return _template(base, axes, others)
 
     # ------------------------------------------------------------ reading sizes back
 
@@ -252,6 +253,27 @@ class LayerSpec:
             except REFUSALS:
                 continue
             yield other
+
+    def read(self, template: Template, shapes: Mapping[Path, Shape]) -> tuple[dict[str, Any] | None, list[str]]:
+        """Read the inferred arguments from the shapes of some slots; layers that are alike share what is found.
+
+        Args:
+            template: The template of the spec.
+            shapes: Shapes by slot.
+
+        Returns:
+            The arguments, None if they do not follow, and what does not fit, in words.
+        """
+        if self.modules or not isinstance(self.key, tuple):
+            return self.read_anew(template, shapes)
+        values, conflicts = _cached_reading(self, tuple(shapes.items()), context(), Ignored(template))
+        return (None if values is None else dict(values)), conflicts
+
+    def read_anew(self, template: Template, shapes: Mapping[Path, Shape]) -> tuple[dict[str, Any] | None, list[str]]:
+        """Do what :meth:`read` does, uncached."""
+        sizes, conflicts = self.solve(template, shapes)
+        follow = not conflicts and set(sizes) >= set(self.size_names)
+        return (self.values(sizes) if follow else None), conflicts
 
     def solve(self, template: Template, shapes: Mapping[Path, Shape]) -> tuple[Sizes, list[str]]:
         """Read the sizes from the shapes of some slots.
@@ -361,22 +383,14 @@ def same_static(a: Any, b: Any) -> bool:
 # ---------------------------------------------------------------- caches
 
 
-class _Ignored:
-    """Carries what a cached function needs beside its key."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Ignored)
-
-    def __hash__(self) -> int:
-        return 0
+@functools.lru_cache(maxsize=4096)
+def _cached_blueprint(spec: LayerSpec, key: Any, context: Any, values: Ignored) -> Blueprint:
+    return spec.trace([(values.value, None)], {})[0]
 
 
 @functools.lru_cache(maxsize=4096)
-def _cached_blueprint(spec: LayerSpec, key: Any, context: Any, values: _Ignored) -> Blueprint:
-    return spec.trace(values.value, {}, None)
+def _cached_reading(spec: LayerSpec, shapes: Any, context: Any, template: Ignored) -> Any:
+    return spec.read_anew(template.value, dict(shapes))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -384,9 +398,9 @@ def _cached_template(spec: LayerSpec, context: Any) -> Template:
     return spec.probe({})
 
 
-def _context() -> Any:
+def context() -> Any:
     """What, outside of the arguments, a constructor's result depends on."""
-    return jnp.result_type(float), nnx.var_defaults().hijax
+    return jax.dtypes.canonicalize_dtype(float), nnx.var_defaults().hijax
 
 
 @functools.cache

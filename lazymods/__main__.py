@@ -1,0 +1,67 @@
+"""``python -m lazymods``: look at checkpoint files without loading them.
+
+python -m lazymods inspect FILE    names, shapes, dtypes and bytes of its tensors
+python -m lazymods check FILE      whether it is sound; exit status 1 and the reason if it is not
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lazymods._errors import CheckpointError
+from lazymods.state.files.opening import open_checkpoint
+from lazymods.state.files.stored import Checkpoint, StoredTensor, printable
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: Its arguments; None: those of the process.
+
+    Returns:
+        The exit status: 0, or 1 for a file that is missing or unsound.
+    """
+    parser = argparse.ArgumentParser(prog="python -m lazymods", description="Look at checkpoint files.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, text in (
+        ("inspect", "list names, shapes, dtypes and bytes of the tensors"),
+        ("check", "say whether a file is sound, without loading it"),
+    ):
+        commands.add_parser(name, help=text, description=text).add_argument("file", help="a file or folder")
+    options = parser.parse_args(arguments)
+    try:
+        checkpoint = open_checkpoint(options.file)
+    except (CheckpointError, OSError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.command == "inspect":
+        print("\n".join(_rows(checkpoint)))
+    print(_total(checkpoint))
+    return 0
+
+
+def _rows(checkpoint: Checkpoint) -> list[str]:
+    rows = [("name", "shape", "dtype", "bytes")]
+    for name, tensor in checkpoint.tensors.items():
+        if isinstance(tensor, StoredTensor):
+            shape = str(tuple(tensor.shape))
+            rows.append((printable(name), shape, tensor.dtype.name, f"{tensor.nbytes:,}"))
+        else:
+            rows.append((printable(name), "", type(tensor).__name__, ""))
+    rows += [(printable(alias), f"= {printable(kept)}", "", "") for alias, kept in checkpoint.aliases.items()]
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = [f"{n:<{widths[0]}}  {s:<{widths[1]}}  {d:<{widths[2]}}  {b:>{widths[3]}}".rstrip() for n, s, d, b in rows]
+    return [*lines, ""]
+
+
+def _total(checkpoint: Checkpoint) -> str:
+    tensors = [t for t in checkpoint.tensors.values() if isinstance(t, StoredTensor)]
+    total = sum(t.nbytes for t in tensors)
+    return f"{checkpoint.path}: {checkpoint.format}, {len(tensors)} tensors, {total:,} bytes"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

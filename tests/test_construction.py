@@ -1,0 +1,207 @@
+"""Layers that are configured alike are configured once; nothing of that shows in any of them."""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_same_bits, assert_same_model
+
+import lazymods as lm
+from lazymods import _compat, _graph
+
+X = jnp.ones((2, 6))
+
+
+class Counted(nnx.Module):
+    """Counts how often its constructor runs."""
+
+    runs = 0
+
+    def __init__(self, n: int, scale: Any = 1, sizes: Any = None, *, rngs: nnx.Rngs):
+        type(self).runs += 1
+        self.fc = nnx.Linear(n, 3, rngs=rngs)
+        self.scale = scale
+        self.sizes = sizes
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc(x)
+
+
+LazyCounted = lm.lazy(Counted, infer=lambda config, x: {"n": x.shape[-1]})
+
+
+def test_one_configuration_is_read_once() -> None:
+    rngs = nnx.Rngs(0)
+    first = LazyCounted(scale="once", rngs=rngs)
+    runs = Counted.runs
+    others = [LazyCounted(scale="once", rngs=rngs) for _ in range(3)]
+    assert Counted.runs == runs
+    first(X)
+    runs = Counted.runs
+    for other in others:
+        other(X)
+    assert Counted.runs == runs
+
+
+def test_a_load_reads_one_configuration_once() -> None:
+    source = [lm.LazyLinear(17, rngs=nnx.Rngs(i)) for i in range(3)]
+    for layer in source:
+        layer(X)
+    target = nnx.List([lm.LazyLinear(17, rngs=nnx.Rngs(9)) for _ in range(3)])
+    lm.load_state_dict(target, lm.state_dict(nnx.List(source)))
+    assert_same_model(target, nnx.List(source))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1, True, 1.0),
+        (0, False, 0.0, -0.0),
+        (np.float32(0.0), np.float32(-0.0)),
+        (0j, -0j, complex(0, -0.0)),
+        ("1", b"1"),
+    ],
+)
+def test_arguments_count_by_type_and_value(values: Any) -> None:
+    for _ in range(2):
+        for value in values:
+            layer = LazyCounted(scale=value, sizes=(value, (value,)), rngs=nnx.Rngs(0))
+            layer(X)
+            for held in (layer.scale, layer.sizes[0], layer.sizes[1][0]):
+                assert (type(held), repr(held)) == (type(value), repr(value))
+
+
+def test_an_argument_that_changes_in_place_is_read_anew() -> None:
+    sizes = [1, 2]
+    first = LazyCounted(sizes=sizes, rngs=nnx.Rngs(0))
+    second = LazyCounted(sizes=sizes, rngs=nnx.Rngs(0))
+    sizes.append(3)
+    third = LazyCounted(sizes=sizes, rngs=nnx.Rngs(0))
+    assert first.sizes == second.sizes == [1, 2]
+    assert third.sizes == [1, 2, 3]
+    first.sizes.append(4)
+    assert second.sizes == [1, 2]
+
+
+def test_bound_methods_and_fresh_functions() -> None:
+    class Start:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def init(self, key: Any, shape: Any, dtype: Any) -> jax.Array:
+            return jnp.full(shape, self.value, dtype)
+
+    for value in (1.0, 2.0, 3.0):
+        for init in (Start(value).init, lambda key, shape, dtype, value=value: jnp.full(shape, value, dtype)):
+            layer = lm.LazyLinear(3, kernel_init=init, rngs=nnx.Rngs(0))
+            layer(X)
+            assert_same_bits(layer.kernel.get_value(), jnp.full((6, 3), value))
+
+
+def test_other_streams_are_another_configuration() -> None:
+    for make in (lambda: nnx.Rngs(0), lambda: nnx.Rngs(params=1), lambda: nnx.Rngs(jax.random.key(0, impl="rbg"))):
+        layer, want = lm.LazyLinear(3, rngs=make()), nnx.Linear(6, 3, rngs=make())
+        layer(X)
+        assert_same_model(layer, want)
+
+
+def test_nothing_keeps_the_rngs() -> None:
+    rngs = nnx.Rngs(0)
+    lm.LazyLinear(23, rngs=rngs)
+    stream = weakref.ref(rngs.default)
+    del rngs
+    gc.collect()
+    assert stream() is None
+
+
+def test_an_argument_lives_as_long_as_it_is_remembered() -> None:
+    def init(key: Any, shape: Any, dtype: Any) -> jax.Array:
+        return jnp.zeros(shape, dtype)
+
+    lm.LazyLinear(3, kernel_init=init, rngs=nnx.Rngs(0))
+    alive = weakref.ref(init)
+    del init
+    gc.collect()
+    assert alive() is not None  # or another function could get its identity
+
+
+# ---------------------------------------------------------------- what Flax checks
+
+
+def test_flax_checks_what_a_subclass_adds() -> None:
+    class Adds(lm.LazyLinear):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(3, **kwargs)
+            self.extra: list[Any] = []
+            self.extra.append(jnp.ones(2))
+
+    with pytest.raises(ValueError, match="unexpected data"):
+        Adds(rngs=nnx.Rngs(0))
+
+
+def test_flax_checks_a_layer_later() -> None:
+    layer = lm.LazyLinear(3, rngs=nnx.Rngs(0))
+    nnx.pytreelib.check_pytree(layer)
+    vars(layer)["use_bias"] = [jnp.ones(2)]
+    with pytest.raises(ValueError, match="unexpected data"):
+        nnx.pytreelib.check_pytree(layer)
+
+
+def test_which_attributes_are_data() -> None:
+    layer, want = lm.LazyLinear(3, rngs=nnx.Rngs(0)), nnx.Linear(6, 3, rngs=nnx.Rngs(0))
+    other = lm.LazyLinear(3, rngs=nnx.Rngs(0))
+    assert _compat.data_names(layer)[_graph.STATE] is False
+    layer.extra = nnx.data(1)
+    assert "extra" not in _compat.data_names(other)
+    layer(X)
+    other(X)
+    assert _compat.data_names(other) == _compat.data_names(want)
+    assert _compat.data_names(layer) == {**_compat.data_names(want), "extra": True}
+
+
+# ---------------------------------------------------------------- counters
+
+
+@contextmanager
+def nowhere() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize(
+    "context",
+    [nowhere, lambda: jax.default_device(jax.devices()[0]), lambda: jax.set_mesh(jax.make_mesh((1,), ("x",)))],
+)
+@pytest.mark.parametrize("start", [0, 7, 2**32 - 1])
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_counter_is_what_adding_gives(context: Any, start: int, committed: bool) -> None:
+    count = jnp.uint32(start)
+    if committed:
+        count = jax.device_put(count, jax.devices()[0])
+    with context():
+        got, want = _compat.counted(count, 2), count + np.uint32(2)
+    assert_same_bits(got, want)
+    assert (got.sharding, got.committed, got.weak_type) == (want.sharding, want.committed, want.weak_type)
+
+
+def test_a_counter_in_a_trace_and_on_the_host() -> None:
+    assert jax.jit(lambda c: _compat.counted(c, 2))(jnp.uint32(3)) == 5
+    assert jax.vmap(lambda c: _compat.counted(c, 2))(jnp.arange(3, dtype=jnp.uint32)).tolist() == [2, 3, 4]
+    assert _compat.counted(np.uint32(3), 2) == 5
+
+
+def test_a_hook_on_a_counter_runs() -> None:
+    class Later(nnx.RngCount):
+        def get_value(self, **kwargs: Any) -> Any:
+            return super().get_value(**kwargs) + np.uint32(1)
+
+    with pytest.warns(UserWarning, match="hooks are deprecated"):
+        hooked = nnx.RngCount(jnp.uint32(3), tag="default", on_get_value=lambda _, value: value + np.uint32(1))
+    for count in (hooked, Later(jnp.uint32(3), tag="default")):
+        assert _compat.value_of(count) == count.get_value() == 4
