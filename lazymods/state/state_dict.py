@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,11 +14,11 @@ from lazymods._recipe import is_key
 from lazymods.state.entries import IMPL, named_places, prefix_of
 
 
-def state_dict(model: nnx.Module, *, include_rng: bool = False) -> dict[str, Any]:
+def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = False) -> dict[str, Any]:
     """Return a model's parameters, statistics and raw arrays by dotted name.
 
     Args:
-        model: An nnx module, or any nnx object; it may be lazy.
+        model: An nnx module, any nnx object, or a dict of them; it may be lazy.
         include_rng: Add random state: a key as its data (``uint32``) under its name and the name of its
             implementation, in ASCII codes, under ``name.impl``; a counter as it is.
 

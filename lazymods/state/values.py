@@ -7,16 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.core import Tracer
 
 from lazymods._errors import describe
+from lazymods._graph import VARIABLE, kind_of
 from lazymods._placeholder import strongly_typed
 
 
 def as_array(value: Any) -> Any:
     """Return an array (or number) as JAX or numpy takes it, or None if it is neither."""
-    if isinstance(value, nnx.Variable):
+    if kind_of(value) is VARIABLE:
         value = value.get_raw_value()
     if isinstance(value, (jax.Array, np.ndarray)):
         return value if _is_numeric(value) else None
@@ -29,6 +29,8 @@ def as_array(value: Any) -> Any:
 
 
 def _is_numeric(array: Any) -> bool:
+    if isinstance(array, np.ndarray) and array.dtype.kind in "biufc":
+        return True
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return False
     return jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
@@ -61,16 +63,15 @@ def _integer_problem(array: np.ndarray[Any, Any], dtype: Any) -> str | None:
     return None
 
 
-def cast(array: Any, dtype: Any, like: Any) -> jax.Array:
+def cast(array: jax.Array, dtype: Any, like: Any) -> jax.Array:
     """Return a JAX array of a dtype, placed as the array that it replaces is.
 
     Args:
-        array: A numpy array, which is copied, or a JAX array.
-        dtype: The dtype; None keeps the array's own.
+        array: A JAX array.
+        dtype: The dtype.
         like: The array that it replaces, or anything else.
     """
-    out = jnp.array(array, dtype) if isinstance(array, np.ndarray) else array
-    out = strongly_typed(out) if dtype is None or out.dtype == dtype else out.astype(dtype)
+    out = strongly_typed(array) if array.dtype == dtype else array.astype(dtype)
     if isinstance(like, jax.Array) and not isinstance(like, Tracer):
         if like.committed and out.sharding != like.sharding:
             out = jax.device_put(out, like.sharding)
@@ -84,4 +85,5 @@ def same_values(a: Any, b: Any) -> bool:
     a, b = as_array(a), as_array(b)
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    left, right = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
+    return np.array_equal(left, right)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import array, assert_same_bits, assert_same_model, lazy_mlp, plain_mlp
+from helpers import array, assert_same_bits, assert_same_model, lazy_mlp, plain_mlp, raw
 
 import lazymods as lm
 
@@ -69,10 +69,11 @@ def test_row_110_report_a22_a_partial_load_then_forward(make: Any, explicit: Any
 
 def test_row_110_the_first_input_must_agree_with_what_was_loaded() -> None:
     layer = lazy()
+    lm.load_state_dict(layer, {"bias": ones(4)}, strict=False)  # tells no input size
+    assert lm.uninitialized_paths(layer) == ["kernel"]
     lm.load_state_dict(layer, {"kernel": ones(3, 4)}, strict=False)
-    with pytest.raises(lm.ShapeInferenceError, match=r"kernel(.|\n)*a value of shape \(3, 4\)"):
+    with pytest.raises(TypeError, match=r"\(5,\)|\(2, 5\)"):  # Flax's own: it is an nnx.Linear by now
         layer(array(2, 5))
-    assert lm.uninitialized_paths(layer) == ["bias"]
 
 
 def lazy_conv() -> Any:
@@ -100,7 +101,8 @@ def test_known_axes_are_checked(make: Any, shape: tuple[int, ...], got: str, kno
 
 def test_row_115_a_bias_that_the_layer_has_not() -> None:
     layer = lazy(use_bias=False)
-    with pytest.raises(lm.StateDictError, match="bias\n  got:    an entry that the model has no parameter for"):
+    text = r"bias\n  got:    f32\[4\], an entry that the model has no parameter for"
+    with pytest.raises(lm.StateDictError, match=text):
         lm.load_state_dict(layer, lm.state_dict(plain()))
     assert lm.is_lazy(layer)
     assert lm.load_state_dict(layer, lm.state_dict(plain()), strict=False) == ([], ["bias"], [])
@@ -240,7 +242,7 @@ def test_row_167_load_post_hooks_decide_what_is_missing() -> None:
     lm.register_load_state_dict_post_hook(model.fc1, lambda module, keys: order.append(type(module).__name__))
     assert lm.load_state_dict(model, entries) == ([], [], [])
     assert order == ["Linear", "MLP"]  # children first, and they have become their class
-    assert lm.uninitialized_paths(model) == ["fc2.bias"]
+    assert_same_bits(raw(model.fc2.bias), jnp.zeros(4))  # initialized: its size follows from the kernel
 
 
 @pytest.mark.parametrize("hook, error", [(lambda module, keys: keys.missing.append("another"), lm.StateDictError),

@@ -8,12 +8,13 @@ REPORTS = {
     "a": [1, 2, 4, 5, 6, 7, 8, 11, 12, 13, 14, 15, 17, 18, 19, 20, 22, 23, 24, 26, 27, 28, 29, 31, 33, 34, 35],
     "b": [36, 37, 38, 39, 40, 41, 42, 43, 45, 47, 48, 49, 51, 52, 54, 56, 57, 58, 59, 60, 61, 63, 65, 67, 69],
     "c": [70, 72, 73, 75, 76, 77, 78, 80, 82, 83, 85, 87],
+    "d": [88, 89, 91, 93, 96, 97, 98, 101, 102, 103, 106, 108, 110, 111, 112, 113, 115, 117],
 }
 
 
 def lines() -> dict[str, tuple[str, list[str]]]:
     """Number, scenario and tests of each line of the tables."""
-    found = re.findall(r"^\| ([abc]?\d+) \| (.+) \| (.+) \|$", (HERE / "README.md").read_text(), re.MULTILINE)
+    found = re.findall(r"^\| ([abcd]?\d+) \| (.+) \| (.+) \|$", (HERE / "README.md").read_text(), re.MULTILINE)
     assert len({number for number, _, _ in found}) == len(found)
     return {number: (scenario, [] if tests == "-" else tests.split(", ")) for number, scenario, tests in found}
 

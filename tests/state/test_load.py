@@ -137,13 +137,22 @@ def test_a_partly_filled_layer_gets_the_rest(given: str, finish: Callable[[Any],
     np.testing.assert_allclose(raw(getattr(layer, missing)), raw(getattr(want, missing)), rtol=1e-6)
 
 
-def test_the_sizes_of_a_partly_filled_layer_are_fixed() -> None:
-    layer = linear(lazy=True)
+def test_a_partly_filled_layer_is_finished_if_its_sizes_follow() -> None:
+    init = nnx.initializers.normal()
+    layer, want = linear(lazy=True, bias_init=init), linear(bias_init=init)
     load(layer, {"kernel": jnp.ones((3, 4))}, strict=False)
-    with pytest.raises(lm.ShapeInferenceError, match=r"\(5, 4\)"):
-        layer(array(2, 5))
-    layer(array(2, 3))
+    assert type(layer) is nnx.Linear
     assert layer.in_features == 3
+    assert_same_bits(raw(layer.bias), raw(want.bias))
+    other = linear(lazy=True)
+    load(other, {"bias": jnp.ones(4)}, strict=False)
+    assert lm.uninitialized_paths(other) == ["kernel"]
+
+
+def test_a_layer_without_entries_stays_lazy() -> None:
+    model = nnx.List([linear(lazy=True), lm.LazyEmbed(3, 2, rngs=nnx.Rngs(0))])  # whose sizes are known
+    load(model, {"0.kernel": jnp.ones((3, 4)), "0.bias": jnp.ones(4)}, strict=False)
+    assert lm.uninitialized_paths(model) == ["1.embedding"]
 
 
 def test_the_rest_by_a_second_load() -> None:

@@ -125,7 +125,7 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         + part("bias", "no entry in the state dict", "an entry for each parameter of the model",
                "strict=False to load the others, or lm.state_dict of a model like this one")
         + "\n"
-        + part("weight", "an entry that the model has no parameter for", "only entries of the model",
+        + part("weight", "f32[1], an entry that the model has no parameter for", "only entries of the model",
                "strict=False to leave it out"),
     ),
     "uninitialized": (

@@ -1,0 +1,184 @@
+"""``load``: a checkpoint file into a model that may not know its sizes yet."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lazymods import _graph, _hooks, _lifecycle
+from lazymods._errors import StateDictError
+from lazymods.state import names, training
+from lazymods.state.entries import IMPL, Place, named_places
+from lazymods.state.files.opening import open_checkpoint
+from lazymods.state.files.stored import Checkpoint, StoredTensor
+from lazymods.state.load import LoadResult, Origin, load_entries
+from lazymods.state.names import Rename
+from lazymods.state.progress import progress_bar
+
+LAYOUTS = ("flax", "torch")
+
+
+def load(
+    model: nnx.Pytree | MutableMapping[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    layout: str = "flax",
+    rename: Rename | None = None,
+    flatten: Mapping[str, Sequence[int]] | None = None,
+    strict: bool = True,
+    mismatched: str = "error",
+    dtype: Any = None,
+    progress: bool | None = None,
+) -> LoadResult:
+    """Load a checkpoint into a model, lazy or not.
+
+    Lazy layers take their sizes from the file and become their classes at once; nothing is traced, initialized or
+    run. Bytes go to the device once: on a CPU the parameters are the mapped file itself wherever its tensors are
+    aligned, as in every file that :func:`save` writes. All or nothing: if anything is wrong, all of it is told and the
+    model is as it was.
+
+    Args:
+        model: An nnx module, or any nnx object, also one that ``nnx.eval_shape`` made; or a dict of a training state
+            as :func:`save` takes it, whose numbers are set in the dict.
+        path: A file or folder; its format is told by its content, then by its name: safetensors, an index of sharded
+            files (``*.index.json``), a Hugging Face folder, npz, an Orbax folder, or a PyTorch file (``pip install
+            lazymods[torch]``).
+        layout: ``"flax"``, or ``"torch"`` for names and layouts as PyTorch's modules have them: each module of the
+            model reads those of its PyTorch counterpart.
+        rename: From a name of the file to a name of the model, before the layout: a mapping (other names stay), a list
+            of pairs ``(pattern, replacement)`` for ``re.sub``, or a function. None for a name drops the entry. Without
+            it, names are matched over the frequent differences: ``layers_0`` for ``layers.0``, slashes for dots, ``0``
+            for ``layers.0`` in an ``nnx.Sequential``, the prefixes ``module.``, ``_orig_mod.``, ``model.``,
+            ``params.`` and ``batch_stats.``, and a norm's ``weight``, ``running_mean`` and ``running_var``.
+        flatten: With ``layout="torch"``, for a Linear after a flatten, the shape ``(H, W, C)`` that is flattened, by
+            the Linear's path: PyTorch flattens channels first.
+        strict: Whether missing and unexpected entries are errors.
+        mismatched: ``"error"``, or ``"skip"`` to leave out entries whose shape does not fit, and list them.
+        dtype: The dtype that the floating-point parameters get that are loaded; None: each keeps its own.
+        progress: Show a progress bar on stderr; None: on a terminal, for long loads.
+
+    Returns:
+        What was missing, unexpected and mismatched; ``matched`` says what came from where.
+
+    Raises:
+        CheckpointError: If the file is not what it claims to be.
+        StateDictError: If its entries do not fit the model, as for :func:`load_state_dict`.
+        FileNotFoundError: If there is no such file.
+        ImportError: If it is a PyTorch file and torch is not installed.
+        ValueError: If an argument has no such choice.
+
+    Warns:
+        UserWarning: If a matrix of 8-bit numbers, as quantized weights are stored, goes into wider floats.
+
+    Example:
+        >>> import tempfile, lazymods as lm
+        >>> from flax import nnx
+        >>> path = tempfile.mkdtemp() + "/layer.safetensors"
+        >>> lm.save(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), path)
+        >>> layer = lm.LazyLinear(4, rngs=nnx.Rngs(1))
+        >>> lm.load(layer, path)
+        <All keys matched successfully>
+        >>> layer.in_features
+        3
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    if flatten and layout != "torch":
+        raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
+    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
+    file = open_checkpoint(path)
+    with _lifecycle.LOCK:
+        places = named_places(model)
+        entries, sources = _entries(model, file, places, layout, rename, flatten)
+        hooked = any(_hooks.hooks_of(node, "load_state_dict_pre") for _, node in _graph.nodes(model))
+        # hooks may give an entry another name, and an optimizer gets its state below; else what the model has no name
+        # for is not read
+        wanted = entries if hooked or training.is_training_state(model) else places
+        entries = {
+            n: v.read() if isinstance(v, StoredTensor) and n.removesuffix(f".{IMPL}") in wanted else v
+            for n, v in entries.items()
+        }
+        _warn_of_quantized(places, entries, file)
+        total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
+        with progress_bar(progress, f"loading {file.path.name}", total) as advance:
+            owned = {id(value) for value in entries.values()}
+            origin = Origin(f"the checkpoint {file.path}", sources, owned, advance, layout == "flax")
+            options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
+            if not isinstance(model, nnx.Pytree):
+                result = training.load_entries(model, entries, **options)
+            else:
+                result = load_entries(model, entries, places=places, **options)
+        if layout == "flax":
+            _tie_again(model, file, sources)
+    return result
+
+
+def _entries(
+    model: Any,
+    file: Checkpoint,
+    places: Mapping[str, Place],
+    layout: str,
+    rename: Rename | None,
+    flatten: Mapping[str, Sequence[int]] | None,
+) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """Return what the file holds by the model's names, and the names in the file."""
+    stored = dict(file.tensors) | {alias: file.tensors[kept] for alias, kept in file.aliases.items()}
+    if rename is None:
+        origins, problems = names.matched(model, stored, places, leaves=layout == "flax"), []
+    else:
+        origins, problems = names.renamed(stored, names.as_function(rename))
+    entries = {new: stored[name] for new, name in origins.items()}
+    sources = {new: (name,) for new, name in origins.items()}
+    if layout == "torch" and not problems:
+        from lazymods.state.layouts import from_torch
+
+        imported = from_torch(model, entries, flatten)
+        sources = {n: tuple(origins[s] for s in imported.sources.get(n, (n,))) for n in imported.entries}
+        entries, problems = imported.entries, imported.problems
+    if problems:
+        heading = f"the checkpoint {file.path} does not fit {type(model).__name__}; nothing was loaded"
+        raise StateDictError(*problems, heading=heading)
+    return entries, sources
+
+
+def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], file: Checkpoint) -> None:
+    suspects = [
+        name
+        for name, value in entries.items()
+        if isinstance(value, np.ndarray)
+        and value.ndim >= 2
+        and value.dtype.itemsize == 1
+        and value.dtype != bool
+        and name in places
+        and _is_wider_float(places[name].value)
+    ]
+    if suspects:
+        shown = ", ".join(suspects[:3]) + (f" and {len(suspects) - 3} more" if len(suspects) > 3 else "")
+        text = f"{file.path.name}: {shown} hold 8-bit numbers, as quantized weights do, and are loaded without scales"
+        warnings.warn(text, stacklevel=3)
+
+
+def _is_wider_float(value: Any) -> bool:
+    dtype = value.recipe.dtype if _graph.is_placeholder(value) else getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
+
+
+def _tie_again(model: Any, file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> None:
+    """Let the names that the file says are one parameter be one in the model, if they can be."""
+    if not file.aliases:
+        return
+    places = named_places(model)
+    name_of = {origin: name for name, (origin, *_) in sources.items()}
+    for alias, kept in file.aliases.items():
+        here, there = places.get(name_of.get(alias, "")), places.get(name_of.get(kept, ""))
+        if here is None or there is None or here.owner is there.owner or here.leaf or there.leaf:
+            continue
+        if isinstance(there.owner, nnx.Variable) and type(here.owner) is type(there.owner):
+            _lifecycle.put(here.holder, here.key, there.owner)

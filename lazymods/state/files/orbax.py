@@ -1,0 +1,250 @@
+"""Orbax folders, as its StandardCheckpointer and PyTreeCheckpointer write them.
+
+A folder holds a JSON file of the tree, and one zarr array for every leaf, in files of their own or together in an OCDBT
+store. The tree is checked here, and the arrays are opened by tensorstore, which is what Orbax reads them with. Orbax's
+own reader is not used: it restores all of a tree or nothing, imports for seconds, needs an event loop of its own, and
+prints tracebacks from other threads on a damaged folder.
+
+Written for what Orbax 0.5 to 0.12 writes; the tests write with the Orbax that is installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lazymods._errors import one_line
+from lazymods.state.files.stored import (
+    ALIASES,
+    Array,
+    Checkpoint,
+    StoredTensor,
+    byte_count,
+    check_unpacked,
+    dtype_named,
+    map_file,
+    possible,
+    printable,
+    read_json,
+    refuse,
+)
+
+MAX_METADATA_BYTES = 100_000_000
+"""The longest description of a tree that is read."""
+
+_TREE = "_METADATA"
+_STEP = "_CHECKPOINT_METADATA"
+_STORE = "manifest.ocdbt"
+_VALUE = "value"  # the level that a saved nnx.State has below each Variable
+_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
+
+Keys = tuple[str, ...]
+
+
+def is_orbax(path: Path) -> bool:
+    """Say whether a folder looks like one that Orbax wrote."""
+    return any((path / mark).is_file() for mark in (_TREE, _STEP, _STORE))
+
+
+def open_orbax(path: Path) -> Checkpoint:
+    """Open a folder that holds one tree, or a step of a CheckpointManager that holds one item.
+
+    Names are dotted paths in the tree. The ``.value`` that a saved ``nnx.State`` has below each Variable is dropped.
+    Python's numbers are arrays without axes.
+
+    Raises:
+        CheckpointError: If metadata or values are missing or damaged, or something in the tree is no array.
+    """
+    folder = _item_folder(path)
+    tree = _read_tree(path, folder / _TREE)
+    stores = _open_arrays(path, folder, tree)
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    # a part of an array is read by whole chunks, which may be larger than the array
+    check_unpacked(path, sum(max(t.nbytes, chunk) for t, chunk in stores.values()), size)
+    tensors = {".".join(keys): tensor for keys, (tensor, _) in stores.items()}
+    aliases = _read_aliases(path, tensors.pop(ALIASES, None))
+    dropped = _state_levels([keys for keys in stores if keys != (ALIASES,)])
+    renamed: dict[str, StoredTensor] = {}
+    for keys, (tensor, _) in stores.items():
+        name = ".".join(keys[:-1] if keys[:1] in dropped else keys)
+        if name == ALIASES:
+            continue
+        if name in renamed:
+            raise refuse(path, "two arrays of this name", "each name once", tensor=name)
+        renamed[name] = StoredTensor(name, tensor.shape, tensor.dtype, tensor.file, tensor.read)
+    for alias, kept in aliases.items():
+        if kept not in renamed or alias in renamed:
+            raise refuse(path, f"another name for {printable(kept)}", "another name for one tensor", tensor=alias)
+    if not renamed:
+        raise refuse(path, "an Orbax folder without an array in it", "a tree of arrays")
+    return Checkpoint(path, "Orbax", renamed, aliases)
+
+
+def _item_folder(path: Path) -> Path:
+    if (path / _TREE).is_file():
+        return path
+    items = sorted(mark.parent.name for mark in path.glob(f"*/{_TREE}"))
+    if len(items) == 1:
+        return path / items[0]
+    if items:
+        shown = printable(", ".join(items))
+        raise refuse(path, f"several items: {shown}", "one tree", write=f"the path of one: {path / items[0]}")
+    raise refuse(path, f"an Orbax folder without its {_TREE}", "all of what Orbax wrote: the folder is incomplete")
+
+
+# ---------------------------------------------------------------- the tree
+
+
+class _Tree:
+    """What the metadata says.
+
+    Attributes:
+        leaves: The keys of every array.
+        options: How the arrays are stored.
+    """
+
+    def __init__(self, leaves: Sequence[Keys], options: Mapping[str, Any]) -> None:
+        self.leaves, self.options = leaves, options
+
+
+def _read_tree(path: Path, file: Path) -> _Tree:
+    data = map_file(file)
+    if len(data) > MAX_METADATA_BYTES:
+        raise refuse(path, f"a {_TREE} of over {MAX_METADATA_BYTES:,} bytes", "a description of a tree")
+    metadata = read_json(path, data.tobytes(), _TREE)
+    entries = metadata.get("tree_metadata") if isinstance(metadata, dict) else None
+    if not isinstance(entries, dict):
+        raise refuse(path, f"the {_TREE} {printable(repr(metadata))}", 'a JSON object with "tree_metadata"')
+    leaves: list[Keys] = []
+    for shown, entry in entries.items():
+        keys, kind, is_empty = _read_leaf(path, shown, entry)
+        if is_empty:  # where the tree has nothing, such as None or an empty dict
+            continue
+        if kind not in _ARRAYS:
+            raise refuse(path, f"a {printable(kind)}", "arrays and numbers only", tensor=".".join(keys))
+        if any(part in ("", ".", "..") for part in re.split(r"[/\\\0]", ".".join(keys))):  # it can be a path
+            raise refuse(path, f"the keys {printable(repr(keys))}", "keys that stay in the folder", tensor=shown)
+        leaves.append(keys)
+    twice = [keys for keys, count in Counter(".".join(keys) for keys in leaves).items() if count > 1]
+    if twice:
+        raise refuse(path, "two arrays of this name", "each name once", tensor=twice[0])
+    return _Tree(leaves, metadata)
+
+
+def _read_leaf(path: Path, shown: str, entry: Any) -> tuple[Keys, str, bool]:
+    """Return the keys of a leaf, its kind, and whether there is nothing."""
+    try:
+        keys = tuple(part["key"] for part in entry["key_metadata"])
+        kind, is_empty = entry["value_metadata"]["value_type"], entry["value_metadata"]["skip_deserialize"]
+    except (KeyError, TypeError, IndexError):
+        keys, kind, is_empty = (), None, None
+    if not keys or not all(isinstance(key, str) for key in keys) or type(is_empty) is not bool or type(kind) is not str:
+        got = f"the entry {printable(repr(entry))}"
+        raise refuse(path, got, "an entry with its keys and its kind", tensor=shown)
+    return keys, kind, is_empty
+
+
+def _state_levels(leaves: Sequence[Keys]) -> set[Keys]:
+    """Return the top-level keys below which every array lies in a ``value`` of its own, as in a saved nnx.State.
+
+    A lone ``{"value": array}`` beside other things is a parameter of that name.
+    """
+    tops: dict[Keys, list[Keys]] = {}
+    for keys in leaves:
+        tops.setdefault(keys[:1], []).append(keys)
+    children = Counter(keys[:-1] for keys in leaves)
+    found = {
+        top
+        for top, below in tops.items()
+        if all(len(keys) > 1 and keys[-1] == _VALUE and children[keys[:-1]] == 1 for keys in below)
+    }
+    return found if found == tops.keys() else {top for top in found if len(tops[top]) > 1}
+
+
+def _read_aliases(path: Path, tensor: StoredTensor | None) -> Mapping[str, str]:
+    """Read the further names of tied tensors, which :func:`lazymods.save` stores as the bytes of a JSON object."""
+    if tensor is None:
+        return {}
+    texts = read_json(path, tensor.read().tobytes(), "an entry", ALIASES)
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise refuse(path, printable(repr(texts)), "a JSON object of texts", tensor=ALIASES)
+    return texts
+
+
+# ---------------------------------------------------------------- the arrays
+
+
+@contextlib.contextmanager
+def _calling_tensorstore(path: Path, name: str) -> Iterator[None]:
+    """Turn what tensorstore raises into an error that names the folder; it raises whatever an array's driver does."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        got = f"an array that tensorstore does not read ({printable(one_line(error), 300)})"
+        raise refuse(path, got, "what Orbax wrote, complete and undamaged", tensor=name) from error
+
+
+def _open_arrays(path: Path, folder: Path, tree: _Tree) -> dict[Keys, tuple[StoredTensor, int]]:
+    """Open every array; return each with the size of its chunks in bytes."""
+    import tensorstore
+
+    context = tensorstore.Context({"cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
+    pending = {}
+    for keys in tree.leaves:
+        name = ".".join(keys)
+        with _calling_tensorstore(path, name):
+            spec = _spec(folder, name, tree.options)
+            pending[keys] = tensorstore.open(spec, open=True, read=True, context=context)
+    out = {}
+    for keys, future in pending.items():
+        name = ".".join(keys)
+        with _calling_tensorstore(path, name):
+            store = future.result()
+            shape, kind = tuple(store.shape), str(store.dtype.name)
+            chunk = tuple(store.chunk_layout.read_chunk.shape or ())
+        dtype = dtype_named(kind)
+        if dtype is None or not possible(shape, dtype):
+            got = f"an array of dtype {printable(kind)} and shape {printable(str(shape))}"
+            raise refuse(path, got, "an array of numbers", tensor=name)
+        out[keys] = (_tensor(path, name, store, shape, dtype), byte_count(chunk, dtype))
+    return out
+
+
+def _spec(folder: Path, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where tensorstore finds an array, as Orbax lays it out."""
+    root = f"{folder.absolute()}/"
+    use_ocdbt = options.get("use_ocdbt")
+    if (folder / _STORE).exists() if use_ocdbt is None else use_ocdbt:
+        base = {"driver": "file", "path": root}
+        store = {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#ocdbt"}
+    else:
+        store = {"driver": "file", "path": f"{root}{name}/"}
+    return {
+        "driver": "zarr3" if options.get("use_zarr3") else "zarr",
+        "kvstore": store,
+        # Orbax used to leave out chunks of zeros; now what is not there is lost
+        "fill_missing_data_reads": not options.get("store_array_data_equal_to_fill_value"),
+        "recheck_cached_data": False,
+        "recheck_cached_metadata": False,
+    }
+
+
+def _tensor(path: Path, name: str, store: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> StoredTensor:
+    def read() -> Array:
+        with _calling_tensorstore(path, name):
+            array = np.asarray(store.read().result())
+        if array.shape != shape or array.dtype != dtype:
+            got = f"{array.dtype.name}{list(array.shape)}"
+            raise refuse(path, got, f"{dtype.name}{list(shape)}", tensor=name)
+        array.flags.writeable = False
+        return array
+
+    return StoredTensor(name, shape, dtype, path, read)

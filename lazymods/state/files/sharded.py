@@ -1,0 +1,116 @@
+"""Hugging Face folders: an index that says which file holds which tensor, or a single file of a known name.
+
+An index names files of its own folder and nothing else. What is a link is followed: the hub's cache is a folder of
+links into another one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lazymods.state.files.safetensors import open_safetensors
+from lazymods.state.files.stored import Checkpoint, known_as, map_file, printable, read_json, refuse
+from lazymods.state.files.torch_file import open_torch
+
+INDEX_SUFFIX = ".index.json"
+
+MAX_INDEX_BYTES = 100_000_000
+"""The longest index that is read."""
+
+_READERS: dict[str, Callable[[Path], Checkpoint]] = {
+    ".safetensors": open_safetensors,
+    ".bin": open_torch,
+    ".pt": open_torch,
+    ".pth": open_torch,
+}
+_DRIVE = re.compile(r"[A-Za-z]:")
+
+
+def open_index(path: Path) -> Checkpoint:
+    """Open an index and every file that it names.
+
+    A tensor is taken from the file that the index names for it, also where another one has it too. Tensors that the
+    index does not name are left out: to Hugging Face as well, what the index lists is what the checkpoint holds
+    (transformers reports missing and unexpected tensors by it).
+
+    Raises:
+        CheckpointError: If it is no index, names a file outside its folder, or names what is not there.
+    """
+    weight_map = _read_index(path)
+    files = {file: _open_shard(path, file) for file in dict.fromkeys(weight_map.values())}
+    tensors: dict[str, Any] = {}
+    for name, file in weight_map.items():
+        shard = files[file]
+        stored = shard.aliases.get(name, name)
+        if stored not in shard.tensors:
+            got = f"no such tensor in {printable(file)}"
+            raise refuse(path, got, "every tensor in the file that the index names for it", tensor=name)
+        tensors[name] = shard.tensors[stored]
+    aliases = {a: kept for f in files.values() for a, kept in f.aliases.items() if kept in tensors and a not in tensors}
+    return Checkpoint(path, "sharded " + next(iter(files.values())).format if files else "sharded", tensors, aliases)
+
+
+def open_folder(path: Path) -> Checkpoint | None:
+    """Open a Hugging Face folder; None if it is none.
+
+    It is opened by its index, else its ``model.safetensors``, else its only ``*.safetensors``, else the PyTorch files
+    ``pytorch_model.bin.index.json`` or ``pytorch_model.bin``.
+
+    Raises:
+        CheckpointError: If several files would do, or the file is not what it should be.
+    """
+    names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
+    files = [name for name in names if name.endswith(".safetensors")]
+    indices = [name for name in names if name.endswith(f".safetensors{INDEX_SUFFIX}")]
+    if "model.safetensors" in files and not indices:
+        return open_safetensors(path / "model.safetensors")
+    for candidates, reader in (
+        (indices, open_index),
+        (files, open_safetensors),
+        ([n for n in names if n == f"pytorch_model.bin{INDEX_SUFFIX}"], open_index),
+        ([n for n in names if n == "pytorch_model.bin"], open_torch),
+    ):
+        if len(candidates) > 1:
+            shown = ", ".join(candidates[:8]) + (", ..." if len(candidates) > 8 else "")
+            needed = "one index, or one file: which of them is meant is not known"
+            raise refuse(path, printable(shown, 1000), needed, write=f"the path of one: {path / candidates[0]}")
+        if candidates:
+            return reader(path / candidates[0])
+    return None
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    data = map_file(path)
+    known = known_as(data[:512].tobytes())
+    if known or len(data) > MAX_INDEX_BYTES:
+        raise refuse(path, known or f"over {MAX_INDEX_BYTES:,} bytes", "an index of sharded files")
+    index = read_json(path, data.tobytes(), "an index")
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict):
+        raise refuse(path, printable(repr(index)), 'a JSON object with a "weight_map" from tensor to file')
+    for name, file in weight_map.items():
+        if not _is_plain_name(file):
+            got = f"the file {printable(repr(file))}"
+            needed = "the name of a file in the index's folder, without any path"
+            raise refuse(path, got, needed, tensor=name)
+    return weight_map
+
+
+def _is_plain_name(name: Any) -> bool:
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return not any(c in name for c in "/\\\0") and not _DRIVE.match(name) and len(name.encode()) <= 255
+
+
+def _open_shard(index: Path, name: str) -> Checkpoint:
+    shard = index.parent / name
+    reader = _READERS.get(shard.suffix)
+    if reader is None:
+        needed = f"a file that ends with {', '.join(_READERS)}"
+        raise refuse(index, f"the file {printable(name)}", needed)
+    if not shard.is_file():
+        raise refuse(index, f"no file {printable(name)} beside it", "every file that the index names")
+    return reader(shard)

@@ -1,0 +1,236 @@
+"""What every format gives: named tensors whose shapes and dtypes are known before a byte of them is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from lazymods._errors import CheckpointError, Problem, one_line
+from lazymods._recipe import Shape
+
+Array = np.ndarray[Any, Any]
+
+MAX_RANK = 64  # numpy's
+
+MAX_UNPACKED_BYTES = 1 << 30
+"""What the compressed tensors of one checkpoint may unpack to, whatever the size of the file."""
+
+MAX_UNPACKED_RATIO = 100
+"""Beyond :data:`MAX_UNPACKED_BYTES`, how many times the file's own size compressed tensors may unpack to."""
+
+ALIASES = "__aliases__"  # the entry of an npz archive or Orbax folder that names tied tensors
+DTYPES = "__dtypes__"  # the entry of an npz archive that names the dtypes that numpy has no name for
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """One tensor of a file.
+
+    Attributes:
+        name: Its name in the file.
+        shape: Its shape.
+        dtype: Its dtype, as numpy or ml_dtypes has it.
+        file: The file that holds it.
+        read: Returns its values: a read-only view of the mapped file where the format allows it.
+    """
+
+    name: str
+    shape: Shape
+    dtype: np.dtype[Any]
+    file: Path
+    read: Callable[[], Array]
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of its values."""
+        return byte_count(self.shape, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """An opened file: everything about it has been checked but the values themselves.
+
+    Attributes:
+        path: What was opened.
+        format: The format's name, for people.
+        tensors: What it holds by name, in the file's order: a :class:`StoredTensor`, or, from a PyTorch file, an
+            object that is no tensor.
+        aliases: Further names of tensors, each with the name that holds the values.
+        metadata: Texts that the file carries.
+    """
+
+    path: Path
+    format: str
+    tensors: Mapping[str, Any]
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def byte_count(shape: Shape, dtype: np.dtype[Any]) -> int:
+    """Return how many bytes an array has; Python's integers do not overflow."""
+    total = dtype.itemsize
+    for length in shape:
+        total *= length
+    return total
+
+
+def possible(shape: Shape, dtype: np.dtype[Any]) -> bool:
+    """Say whether an array can have this shape: numpy counts the bytes as if no length were 0."""
+    lengths = tuple(length or 1 for length in shape)
+    return len(shape) <= MAX_RANK and byte_count(lengths, dtype) <= sys.maxsize
+
+
+# ---------------------------------------------------------------- refusing
+
+
+def refuse(file: Path, got: str, needed: str, *, tensor: str = "", write: str = "") -> CheckpointError:
+    """Make the error for a file that is not what it should be."""
+    name = printable(file.name, 300)
+    where = f"{name}: {printable(tensor)}" if tensor else name
+    return CheckpointError(Problem(where, got, needed, write or f"a sound copy of {printable(str(file), 5000)}"))
+
+
+def check_unpacked(file: Path, unpacked: int, stored: int) -> None:
+    """Refuse a checkpoint that claims to unpack to far more than it holds, before any of it is unpacked.
+
+    Raises:
+        CheckpointError: If it is over both limits.
+    """
+    limit = max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * stored)
+    if unpacked > limit:
+        got = f"{unpacked:,} bytes when unpacked, from {stored:,}"
+        needed = f"at most {limit:,}: it is a compressed bomb, or MAX_UNPACKED_RATIO has to be raised"
+        raise refuse(file, got, needed, write="lazymods.state.files.stored.MAX_UNPACKED_RATIO = ..., if you trust it")
+
+
+def printable(text: str, limit: int = 200) -> str:
+    """Return a text of a file as it may be shown: in one line, whatever it holds."""
+    text = text if text.isprintable() else ascii(text)[1:-1]
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+_MAGIC = (
+    (b"version https://git-lfs", "a Git LFS pointer: the weights themselves were not downloaded"),
+    (b"<!doctype", "an HTML page: the download gave an error page"),
+    (b"<html", "an HTML page: the download gave an error page"),
+    (b"<?xml", "an XML document: the download gave an error page"),
+    (b"pk\x03\x04", "a zip archive, as npz and PyTorch files are"),
+    (b"pk\x05\x06", "an empty zip archive"),
+    (b"gguf", "a GGUF file"),
+    (b"\x89hdf", "an HDF5 file"),
+    (b"\x93numpy", "a single npy array"),
+    *((b"\x80" + bytes([v]), "a pickle") for v in (2, 3, 4, 5)),
+)
+
+
+def known_as(head: bytes) -> str | None:
+    """Say what a file's first bytes show it to be, if that is a thing that people take for a checkpoint."""
+    lower = head.lower()
+    start = lower.lstrip()
+    return next((what for magic, what in _MAGIC if lower.startswith(magic) or start.startswith(magic)), None)
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def read_json(file: Path, raw: bytes, what: str, tensor: str = "") -> Any:
+    """Parse JSON strictly: UTF-8, each name once, no NaN, no half of a surrogate pair in a name or a text.
+
+    Args:
+        file: Where it is from.
+        raw: The text's bytes.
+        what: What the text is, such as ``a header``.
+        tensor: The entry that holds it, if any.
+
+    Raises:
+        CheckpointError: If it is no such JSON.
+    """
+
+    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for pair in pairs:
+            for text in pair:
+                if isinstance(text, str):
+                    text.encode()
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            twice = _first_duplicate([name for name, _ in pairs])
+            raise refuse(file, f"a name that stands twice in {what}", "each name once", tensor=twice)
+        return out
+
+    def constant(text: str) -> Any:
+        raise ValueError(f"{text} is no JSON")
+
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=checked, parse_constant=constant)
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        got = f"{what} that is no JSON ({printable(one_line(error))})"
+        raise refuse(file, got, "JSON, in UTF-8", tensor=tensor) from error
+
+
+def _first_duplicate(names: list[str]) -> str:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return ""
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+_SMALL = {
+    name: np.dtype(getattr(ml_dtypes, name))
+    for name in dir(ml_dtypes)
+    if name.startswith(("bfloat", "float", "int", "uint"))
+}
+_PLAIN = {
+    name: np.dtype(name)
+    for name in (
+        "bool",
+        *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    )
+}
+
+
+def dtype_named(name: str) -> np.dtype[Any] | None:
+    """Return the dtype of a name, ml_dtypes' included, or None: what else numpy makes of a text is no dtype here."""
+    return _SMALL.get(name) or _PLAIN.get(name)
+
+
+def small_dtype_named(name: str) -> np.dtype[Any] | None:
+    """Return the dtype of a name that ml_dtypes has, and numpy has not, or None."""
+    return _SMALL.get(name)
+
+
+def texts_as_array(texts: Mapping[str, str]) -> Array:
+    """Return texts by name as an array of the bytes of their JSON, for formats that hold arrays only."""
+    return np.frombuffer(json.dumps(dict(texts)).encode(), np.uint8)
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def map_file(path: Path) -> Array:
+    """Map a whole file, read-only; the map outlives the file's name. An empty file gives no bytes."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return np.zeros(0, np.uint8)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+
+def view(data: Array, begin: int, shape: Shape, dtype: np.dtype[Any], order: Literal["C", "F"] = "C") -> Array:
+    """Return bytes from ``begin`` on as an array, without a copy, however they are aligned."""
+    return np.ndarray(shape, dtype, data[begin : begin + byte_count(shape, dtype)].data, order=order)

@@ -1,0 +1,172 @@
+"""Multi-head attention: PyTorch has one matrix for queries, keys and values, or three; Flax three, with a heads axis.
+
+Projections that are ``nn.Linear`` of their own, as in most published transformers, are taken as well: ``q_proj.weight``
+or ``query.weight`` and so on. PyTorch's ``add_zero_attn`` leaves no trace in a file and has no twin in Flax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from lazymods.state.layouts.file import Part, TorchFile
+from lazymods.state.layouts.rule import Cannot, Rule
+from lazymods.state.layouts.site import Array, Refusal, Site
+
+
+class _Projection(NamedTuple):
+    flax: str
+    heads: str  # the attribute that counts its heads
+    weights: tuple[str, ...]
+    biases: tuple[str, ...]
+
+
+_INPUTS = tuple(
+    _Projection(
+        flax,
+        heads,
+        (f"{short}_proj_weight", f"{short}_proj.weight", f"{flax}.weight"),
+        (f"{short}_proj.bias", f"{flax}.bias"),
+    )
+    for flax, heads, short in (
+        ("query", "num_heads", "q"),
+        ("key", "num_kv_heads", "k"),
+        ("value", "num_kv_heads", "v"),
+    )
+)
+_OUTPUT = _Projection("out", "num_heads", ("out_proj.weight", "out.weight"), ("out_proj.bias", "out.bias"))
+
+_BIAS_KV = Cannot(
+    "bias_k|bias_v",
+    "a learned key and value (add_bias_kv=True)",
+    "add_bias_kv=False: nnx.MultiHeadAttention attends to the given keys only",
+    "a model in PyTorch without add_bias_kv",
+)
+_ONE_WIDTH = (
+    "one width for keys and values: nnx.MultiHeadAttention has in_kv_features for both",
+    "a model in PyTorch whose kdim is its vdim",
+)
+
+
+class Attention(Rule):
+    """``torch.nn.MultiheadAttention`` and ``nnx.MultiHeadAttention``."""
+
+    cannot = (_BIAS_KV,)
+    owns = frozenset(("query", "key", "value", "out"))
+
+    def read(self, site: Site, file: TorchFile) -> None:
+        """Cut the fused projections in three, and give every projection its heads."""
+        weights = self._thirds(site, file, "in_proj_weight")
+        biases = self._thirds(site, file, "in_proj_bias")
+        for i, projection in enumerate(_INPUTS):
+            weight = weights[i] if weights else _first(site, file, projection.weights)
+            bias = biases[i] if biases else _first(site, file, projection.biases)
+            self._give(site, file, projection, weight, bias)
+        weight = _first(site, file, _OUTPUT.weights)
+        if weight is not None:
+            heads = site.get(_OUTPUT.heads)
+            file.put(site, "out.kernel", weight.map(lambda a: _split(a.T, 0, heads) if a.ndim == 2 else a))
+        bias = _first(site, file, _OUTPUT.biases)
+        if bias is not None:
+            file.put(site, "out.bias", bias)
+        self._check_widths(site, file)
+
+    def _thirds(self, site: Site, file: TorchFile, entry: str) -> list[Part]:
+        part = file.take(site, entry)
+        if part is None:
+            return []
+        rows = part.value.shape[0] if part.value.ndim else 0
+        if rows % 3 == 0 and rows:
+            return [part.map(lambda a, i=i: a[i * rows // 3 : (i + 1) * rows // 3]) for i in range(3)]
+        got = f"shape {part.value.shape}"
+        refusal = Refusal(got, "queries, keys and values, one below the other, equally many rows each", "a sound file")
+        file.refuse(site, part.sources[0], refusal)
+        return []
+
+    def _give(self, site: Site, file: TorchFile, to: _Projection, weight: Part | None, bias: Part | None) -> None:
+        heads = site.get(to.heads)
+        for entry, part, rank in (("kernel", weight, 2), ("bias", bias, 1)):
+            if part is None:
+                continue
+            if part.value.ndim != rank:
+                file.put(site, f"{to.flax}.{entry}", part)
+            elif part.value.shape[0] % heads:
+                got = f"{part.value.shape[0]} {to.flax} features for {to.heads}={heads}"
+                refusal = Refusal(got, "features that the heads divide", f"{to.heads}=... as the file was trained with")
+                file.refuse(site, part.sources[0], refusal)
+            else:
+                file.put(site, f"{to.flax}.{entry}", part.map(lambda a: _split(a.T, -1, heads)))
+
+    def _check_widths(self, site: Site, file: TorchFile) -> None:
+        key, value = (file.entries.get(site.name(f"{n}.kernel")) for n in ("key", "value"))
+        if key is None or value is None or key.shape[0] == value.shape[0]:
+            return
+        sources = file.sources[site.name("value.kernel")]
+        got = f"keys of width {key.shape[0]} and values of width {value.shape[0]}"
+        file.refuse(site, sources[0], Refusal(got, *_ONE_WIDTH))
+
+    def write(self, site: Site) -> tuple[dict[str, Array], list[str]]:
+        """Fuse the projections, unless keys have another width."""
+        names = [f"{p}.{e}" for p in ("query", "key", "value", "out") for e in ("kernel", "bias")]
+        values = {name: site.value(name) for name in names}
+        found = {name: value for name, value in values.items() if value is not None}
+        self._check(site, found)
+        weights = [found[f"{p.flax}.kernel"].reshape(found[f"{p.flax}.kernel"].shape[0], -1).T for p in _INPUTS]
+        out: dict[str, Array] = {}
+        if weights[0].shape == weights[1].shape:
+            out["in_proj_weight"] = np.concatenate(weights)
+        else:
+            out |= {p.weights[0]: weight for p, weight in zip(_INPUTS, weights, strict=True)}
+        if "query.bias" in found:
+            out["in_proj_bias"] = np.concatenate([found[f"{p.flax}.bias"].reshape(-1) for p in _INPUTS])
+        kernel = found["out.kernel"]
+        out["out_proj.weight"] = kernel.reshape(-1, kernel.shape[-1]).T
+        if "out.bias" in found:
+            out["out_proj.bias"] = found["out.bias"]
+        return {site.torch_name(k): v for k, v in out.items()}, [site.name(name) for name in found]
+
+    def _check(self, site: Site, found: dict[str, Array]) -> None:
+        widths = {n: site.get(n) for n in ("in_features", "qkv_features", "out_features")}
+        heads = {n: site.get(n) for n in ("num_heads", "num_kv_heads")}
+        if len(set(widths.values())) > 1 or len(set(heads.values())) > 1 or site.get("normalize_qk"):
+            told = ", ".join(
+                f"{k}={v}" for k, v in (widths | heads | {"normalize_qk": site.get("normalize_qk")}).items()
+            )
+            raise Refusal(
+                told,
+                "one embed_dim, one number of heads and no norms: torch.nn.MultiheadAttention has no more",
+                "nnx.MultiHeadAttention without qkv_features, out_features, num_kv_heads and normalize_qk",
+            )
+        ranks = {"query.kernel": 3, "key.kernel": 3, "value.kernel": 3, "out.kernel": 3}
+        for name, rank in ranks.items():
+            if name not in found or found[name].ndim != rank:
+                got = f"no {name}" if name not in found else f"{name} of shape {found[name].shape}"
+                raise Refusal(got, "a kernel with one axis of heads", "an nnx.MultiHeadAttention that is not stacked")
+
+
+def _first(site: Site, file: TorchFile, entries: tuple[str, ...]) -> Part | None:
+    for entry in entries:
+        part = file.take(_of(site, entry), entry.rpartition(".")[2])
+        if part is not None:
+            return part
+    return None
+
+
+def _of(site: Site, entry: str) -> Site:
+    """The site of a projection that is a module of its own in PyTorch."""
+    module, dot, _ = entry.rpartition(".")
+    return dataclasses.replace(site, prefix=f"{site.prefix}{module}{dot}")
+
+
+def _split(array: Array, axis: int, heads: int) -> Array:
+    """Split an axis into heads and features of a head; a view."""
+    axis %= array.ndim
+    if array.shape[axis] % heads:
+        return array
+    shape = array.shape
+    return array.reshape(*shape[:axis], heads, shape[axis] // heads, *shape[axis + 1 :])
+
+
+ATTENTION = Attention()

@@ -1,0 +1,114 @@
+"""How the axes of one parameter lie in PyTorch and in Flax, and the way between them: views, where numpy has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from lazymods.state.layouts.site import Array, Refusal, Site
+
+
+class Layout:
+    """How the axes of one parameter lie; this one leaves them as they are."""
+
+    spectral_dim = 0
+
+    def check(self, array: Array, site: Site) -> None:
+        """Raise :class:`Refusal` if Flax cannot hold PyTorch's values."""
+
+    def to_flax(self, array: Array, site: Site) -> Array:
+        """Return PyTorch's values as Flax lays them; as they are if their rank is another, which the load reports.
+
+        Raises:
+            Refusal: If their axes cannot be told.
+        """
+        return array
+
+    def to_torch(self, array: Array, site: Site) -> Array:
+        """Return Flax's values as PyTorch lays them.
+
+        Raises:
+            Refusal: If PyTorch cannot hold them.
+        """
+        return array
+
+
+AS_IS = Layout()
+
+
+class Axes(NamedTuple):
+    """The axes of a kernel: PyTorch's axis for each of Flax's, and PyTorch's axes that run the other way."""
+
+    order: tuple[int, ...]
+    flipped: tuple[int, ...] = ()
+
+
+class Kernel(Layout):
+    """A kernel whose axes are permuted, some of them reversed; views only, but for a flattened input."""
+
+    def __init__(self, axes: Callable[[Site], Axes], spectral_dim: int = 0) -> None:
+        self.axes = axes
+        self.spectral_dim = spectral_dim
+
+    def to_flax(self, array: Array, site: Site) -> Array:
+        """Permute and flip."""
+        order, flipped = self.axes(site)
+        if array.ndim != len(order):
+            return array
+        if site.sizes is not None:
+            array = channels_last(array, site.sizes)
+        return (np.flip(array, flipped) if flipped else array).transpose(order)
+
+    def to_torch(self, array: Array, site: Site) -> Array:
+        """Flip and permute back."""
+        order, flipped = self.axes(site)
+        check_rank(array, len(order), site)
+        array = np.flip(array.transpose(np.argsort(order)), flipped)
+        return array if site.sizes is None else channels_first(array, site.sizes)
+
+
+def check_rank(array: Array, rank: int, site: Site) -> None:
+    """Raise :class:`Refusal` if an array of the model has another rank than PyTorch's."""
+    if array.ndim != rank:
+        raise Refusal(
+            f"an array of shape {array.shape}",
+            f"{rank} axes, as PyTorch has: it has no stacked layers",
+            "a model whose layers are not stacked by nnx.vmap",
+        )
+
+
+# ---------------------------------------------------------------- flattened inputs
+
+
+def channels_last(array: Array, sizes: tuple[int, ...]) -> Array:
+    """Reorder the last axis, flattened from ``(C, *spatial)``, as if flattened from ``(*spatial, C)``.
+
+    Raises:
+        Refusal: If ``sizes``, which are ``(*spatial, C)``, do not multiply to the axis.
+    """
+    _check_product(array, sizes)
+    whole = array.reshape(*array.shape[:-1], sizes[-1], *sizes[:-1])
+    return np.moveaxis(whole, array.ndim - 1, -1).reshape(array.shape)
+
+
+def channels_first(array: Array, sizes: tuple[int, ...]) -> Array:
+    """Undo :func:`channels_last`.
+
+    Raises:
+        Refusal: If ``sizes`` do not multiply to the axis.
+    """
+    _check_product(array, sizes)
+    whole = array.reshape(*array.shape[:-1], *sizes)
+    return np.moveaxis(whole, -1, array.ndim - 1).reshape(array.shape)
+
+
+def _check_product(array: Array, sizes: tuple[int, ...]) -> None:
+    product = int(np.prod(sizes, dtype=object))
+    if product != array.shape[-1]:
+        raise Refusal(
+            f"flatten sizes {sizes}, a product of {product}, for {array.shape[-1]} features",
+            "the sizes before the flatten, channels last, whose product is the number of features",
+            "flatten={...: (height, width, channels)} of the layer before",
+        )

@@ -1,0 +1,103 @@
+"""From PyTorch: a file's tensors by the model's names, as Flax lays them."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lazymods._errors import Problem
+from lazymods._graph import dotted
+from lazymods.state.entries import named_places
+from lazymods.state.layouts.file import TorchFile
+from lazymods.state.layouts.site import Site, Sizes
+from lazymods.state.layouts.table import rule_for, sites, torch_names
+
+
+class Imported(NamedTuple):
+    """What a PyTorch file is to a model.
+
+    Attributes:
+        entries: By the model's names: arrays, views of the file's where no arithmetic is needed; what no module
+            claims under its own name, as the object given.
+        sources: The file's names that each entry comes from; none for what the file lacks and Flax needs.
+        problems: What the model cannot hold exactly, by the file's names.
+    """
+
+    entries: dict[str, Any]
+    sources: dict[str, tuple[str, ...]]
+    problems: list[Problem]
+
+
+def from_torch(model: Any, tensors: Mapping[str, Any], flatten: Mapping[str, Sequence[int]] | None) -> Imported:
+    """Give the tensors of a PyTorch file the names and layouts of a model.
+
+    Args:
+        model: An nnx module: lazy, ready or abstract. It is not changed.
+        tensors: :class:`~lazymods.state.files.stored.StoredTensor` by name; what is something else stays as it is.
+        flatten: By a layer's name, the sizes ``(*spatial, channels)`` of what is flattened before it, for a layer that
+            PyTorch flattens channels first and the model channels last.
+
+    Returns:
+        The entries, where they come from, and what cannot be held exactly.
+
+    Raises:
+        StateDictError: If two entries of the model have one name.
+    """
+    file = TorchFile(tensors)
+    found, problems = with_sizes(list(sites(model)), flatten)
+    file.problems.extend(problems)
+    for site in found:
+        rule_for(type(site.node)).read(site, file)
+    known = set(named_places(model))
+    for site in found:
+        rule_for(type(site.node)).refuse_rest(site, file, known)
+    _read_others(found, file, known)
+    for name in file.unclaimed():
+        if name in file.entries:
+            file.problems.append(_second(name, file.sources[name]))
+        else:
+            file.entries[name], file.sources[name] = tensors[name], (name,)
+    return Imported(file.entries, file.sources, file.problems)
+
+
+def _read_others(found: list[Site], file: TorchFile, known: set[str]) -> None:
+    """Read what no rule has a name for, inside of wrappers that PyTorch's names leave out."""
+    for name, torch in torch_names(found, known - file.entries.keys()).items():
+        parts = file.read(torch) if torch != name else None
+        if parts:
+            file.entries[name], file.sources[name] = parts[0]
+
+
+def _second(name: str, sources: tuple[str, ...]) -> Problem:
+    got = f"an entry by Flax's name, beside {' and '.join(sources)}"
+    return Problem(name, got, "one entry a parameter", f'rename={{"{name}": None}} to drop it')
+
+
+def with_sizes(found: list[Site], flatten: Mapping[str, Sequence[int]] | None) -> tuple[list[Site], list[Problem]]:
+    """Give the sites that ``flatten`` names their sizes, under all of their names, and say which it names in vain."""
+    sizes: dict[int, Sizes] = {}
+    problems: list[Problem] = []
+    for name, given in (flatten or {}).items():
+        named = [s for s in found if rule_for(type(s.node)).flattens and name in (dotted(s.path), s.prefix[:-1])]
+        try:
+            whole = tuple(operator.index(n) for n in given)
+        except TypeError:
+            whole = ()
+        if not named:
+            got = "no layer of that name that can follow a flatten"
+            problems.append(Problem(name, f"flatten for it, and {got}", *_FLATTENS))
+        elif not whole or min(whole) < 1:
+            problems.append(Problem(name, f"flatten sizes {given!r}", "positive whole numbers", _FLATTENS[1]))
+        else:
+            sizes |= {id(s.node): whole for s in named}
+    if not sizes:
+        return found, problems
+    return [dataclasses.replace(s, sizes=sizes.get(id(s.node))) for s in found], problems
+
+
+_FLATTENS = (
+    "the name of a Linear, LinearGeneral, LayerNorm or RMSNorm of the model",
+    'flatten={"fc": (height, width, channels)}',
+)

@@ -1,0 +1,178 @@
+"""Recurrent layers: PyTorch's ``LSTM``, ``GRU`` and ``RNN`` in ``nnx.RNN`` and ``nnx.Bidirectional``, and the cells.
+
+PyTorch has a bias for the input and one for the hidden state, Flax one for both: the sum is loaded, and written back as
+the input's, with zeros for the other. The GRU's two biases of the candidate do not add up, since the reset gate lies
+between them; Flax has the input's only. Files without biases give zeros. The activations are the constructor's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from lazymods.state.layouts.axes import check_rank
+from lazymods.state.layouts.computed import wide
+from lazymods.state.layouts.file import Part, TorchFile
+from lazymods.state.layouts.rule import Cannot, Rule
+from lazymods.state.layouts.site import Array, Refusal, Site
+
+_PROJECTED = Cannot(
+    r"weight_hr(_l\d+)?(_reverse)?",
+    "a projection of the hidden state (proj_size)",
+    "proj_size=0: Flax's cells have no projection",
+    "a model in PyTorch without proj_size",
+)
+_MORE_LAYERS = Cannot(
+    r"(weight|bias)_(ih|hh)_l\d+(_reverse)?",
+    "a layer or direction that the module does not have",
+    "one nnx.RNN for each layer, nnx.Bidirectional for two directions: an nnx.RNN reads layer 0",
+    'a further nnx.RNN, and rename=[(r"^(.*)_l1(_reverse)?$", r"second.\\1_l0\\2")] for its entries',
+)
+
+
+class Cell(Rule):
+    """A cell, whose gates PyTorch has one below the other.
+
+    Args:
+        inputs: The kernels of the input: one for all gates, or one a gate.
+        hidden: Those of the hidden state.
+        biases: The biases.
+        gates: How many gates there are.
+        candidate: Whether the last gate's bias of the hidden state is inside a product, where Flax has none.
+    """
+
+    cannot = (_PROJECTED,)
+
+    def __init__(
+        self,
+        inputs: tuple[str, ...],
+        hidden: tuple[str, ...],
+        biases: tuple[str, ...],
+        *,
+        gates: int,
+        candidate: bool = False,
+    ) -> None:
+        self.inputs, self.hidden, self.biases, self.gates, self.candidate = inputs, hidden, biases, gates, candidate
+        self.owns = frozenset(entry.partition(".")[0] for entry in (*inputs, *hidden, *biases))
+
+    def read(self, site: Site, file: TorchFile) -> None:
+        """Cut the gates apart, transpose the kernels, add the biases."""
+        weight = file.take(site, "weight_ih")
+        biases = file.take(site, "bias_ih"), file.take(site, "bias_hh")
+        kernels = ((self.inputs, weight), (self.hidden, file.take(site, "weight_hh")))
+        for entries, part in kernels:
+            if part is not None:
+                self._cut(site, file, entries, part)
+        bias = self._bias(site, file, *biases) if any(biases) else _zeros(weight)
+        if bias is not None:
+            self._cut(site, file, self.biases, bias)
+        if weight is not None and site.get("residual"):
+            name = site.torch_name("weight_ih")
+            file.refuse(site, name, Refusal("weights of a PyTorch cell, for residual=True", *_NO_RESIDUAL))
+
+    def _cut(self, site: Site, file: TorchFile, entries: tuple[str, ...], part: Part) -> None:
+        rows = part.value.shape[0] if part.value.ndim else 0
+        if rows % len(entries) or (len(entries) > 1 and not part.value.ndim):
+            needed = f"{self.gates} gates, one below the other, equally many rows each"
+            refusal = Refusal(f"shape {part.value.shape}", needed, "a cell of the class that the file was made with")
+            for source in part.sources:
+                file.refuse(site, source, refusal)
+            return
+        step = rows // len(entries)
+        for i, entry in enumerate(entries):
+            file.put(site, entry, part.map(lambda a, i=i: (a[i * step : (i + 1) * step] if a.ndim else a).T))
+
+    def _bias(self, site: Site, file: TorchFile, given: Part | None, hidden: Part | None) -> Part | None:
+        if self.candidate and hidden is not None and hidden.value.ndim == 1:
+            rest = hidden.value[hidden.value.size * (self.gates - 1) // self.gates :]
+            if wide(rest).any():
+                got = f"numbers other than 0 in its last third, the bias b_hn of shape {rest.shape}"
+                file.refuse(site, hidden.sources[0], Refusal(got, *_NO_B_HN))
+                return None
+        if given is None or hidden is None:
+            return given or hidden
+        if given.value.shape != hidden.value.shape:
+            got = f"shape {hidden.value.shape}, where {given.sources[0]} has {given.value.shape}"
+            file.refuse(site, hidden.sources[0], Refusal(got, "two biases of one shape, to be added", "a sound file"))
+            return None
+        return Part(_sum(given.value, hidden.value), given.sources + hidden.sources)
+
+    def write(self, site: Site) -> tuple[dict[str, Array], list[str]]:
+        """Put the gates one below the other."""
+        if site.get("residual"):
+            raise Refusal("residual=True", *_NO_RESIDUAL)
+        out: dict[str, Array] = {}
+        for torch, entries in (("weight_ih", self.inputs), ("weight_hh", self.hidden), ("bias_ih", self.biases)):
+            values = [site.value(entry) for entry in entries]
+            found = [value for value in values if value is not None]
+            for value in found:
+                check_rank(value, 1 if torch == "bias_ih" else 2, site)
+            out[site.torch_name(torch)] = np.concatenate([value.T for value in found])
+        out[site.torch_name("bias_hh")] = np.zeros_like(out[site.torch_name("bias_ih")])
+        return out, [site.name(entry) for entry in (*self.inputs, *self.hidden, *self.biases)]
+
+
+_NO_RESIDUAL = ("residual=False: no cell of PyTorch adds the hidden state", "nnx.SimpleCell without residual=True")
+_NO_B_HN = (
+    "zeros: it stands inside the product with the reset gate, where nnx.GRUCell has no bias",
+    "a GRU in PyTorch with bias=False or with b_hn held at zero, or a cell of your own that has the bias",
+)
+
+
+def _sum(a: Array, b: Array) -> Array:
+    """Add; an array to which zeros are added stays the very array, bits and dtype."""
+    if not wide(b).any():
+        return a
+    return wide(a) + wide(b) if wide(a).any() else b
+
+
+def _zeros(weight: Part | None) -> Part | None:
+    """The bias of a file without biases."""
+    if weight is None or weight.value.ndim != 2:
+        return None
+    return Part(np.zeros(weight.value.shape[0], weight.value.dtype), ())
+
+
+class Unrolled(Rule):
+    """``nnx.RNN``: its cell reads layer 0 of PyTorch's."""
+
+    cannot = (_MORE_LAYERS, _PROJECTED)
+
+    def inside(self, site: Site, key: Any, child: Any) -> Site:
+        """Name a cell of PyTorch's by the layer; others are modules of their own."""
+        if key == "cell" and isinstance(child, tuple(CELLS)):
+            return site.below(child, key, prefix=site.prefix, suffix=f"_l0{site.suffix}")
+        return site.below(child, key)
+
+
+class BothWays(Rule):
+    """``nnx.Bidirectional``: the two ``nnx.RNN`` in it are one module in PyTorch."""
+
+    cannot = (_MORE_LAYERS, _PROJECTED)
+
+    def inside(self, site: Site, key: Any, child: Any) -> Site:
+        """Give both PyTorch's prefix, and the one that goes backward its suffix."""
+        suffix = {"forward_rnn": "", "backward_rnn": "_reverse"}.get(key)
+        if suffix is None or not isinstance(child, nnx.RNN):
+            return site.below(child, key)
+        return site.below(child, key, prefix=site.prefix, suffix=suffix)
+
+
+def _per_gate(prefix: str, kind: str, gates: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{prefix}{gate}.{kind}" for gate in gates)
+
+
+CELLS: dict[type, Cell] = {
+    nnx.LSTMCell: Cell(
+        _per_gate("i", "kernel", ("i", "f_", "g", "o")),
+        _per_gate("h", "kernel", ("i", "f", "g", "o")),
+        _per_gate("h", "bias", ("i", "f", "g", "o")),
+        gates=4,
+    ),
+    nnx.OptimizedLSTMCell: Cell(("dense_i.kernel",), ("dense_h.kernel",), ("dense_h.bias",), gates=4),
+    nnx.GRUCell: Cell(("dense_i.kernel",), ("dense_h.kernel",), ("dense_i.bias",), gates=3, candidate=True),
+    nnx.SimpleCell: Cell(("dense_i.kernel",), ("dense_h.kernel",), ("dense_i.bias",), gates=1),
+}
+RNN, BIDIRECTIONAL = Unrolled(), BothWays()

@@ -1,0 +1,249 @@
+"""What a load would write, and everything that is wrong with it, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from lazymods import _compat, _graph, _lifecycle
+from lazymods._errors import Problem, describe, located
+from lazymods._graph import STATE, Path, dotted
+from lazymods._placeholder import UninitializedVariable, fits, show_shape
+from lazymods._recipe import Shape, is_key
+from lazymods._spec import REFUSALS, LayerSpec
+from lazymods.state.entries import IMPL, Place, home_trace
+from lazymods.state.values import as_array, cast_problem, same_values
+
+
+class Write(NamedTuple):
+    """An entry that fits: where it goes, its value, and the dtype that it gets."""
+
+    place: Place
+    value: Any
+    dtype: Any
+
+
+class Plan:
+    """What a load would do, and what is wrong with it.
+
+    Args:
+        model: The model.
+        places: Its entries by name.
+        given: What is to be written, by name.
+        skip: Whether entries whose shape does not fit are left out.
+        dtype: The dtype that floating-point parameters get; None: each its own.
+
+    Attributes:
+        lazy: The model's lazy layers, with their paths, children before parents.
+        writes: What fits, by name.
+        missing: Names of the model without an entry.
+        unexpected: Entries that the model has no name for.
+        mismatched: Names whose entries do not fit in shape.
+        problems: What is wrong.
+        uninitialized: Uninitialized entries for parameters that have a value.
+    """
+
+    def __init__(
+        self, model: Any, places: Mapping[str, Place], given: Mapping[str, Any], *, skip: bool, dtype: Any = None
+    ) -> None:
+        self.model, self.places, self.given, self.skip, self.dtype = model, places, given, skip, dtype
+        self.lazy = _graph.lazy_nodes(model)
+        self.writes: dict[str, Write] = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[str] = []
+        self.problems: list[Problem] = []
+        self.uninitialized: list[Problem] = []
+
+    def where(self, place: Place) -> str:
+        """Name a place by its path and what is there."""
+        return located(place.name, type(place.owner).__name__)
+
+    def mismatch(self, place: Place, got: str, needed: str) -> None:
+        """Note an entry whose shape does not fit."""
+        self.mismatched.append(place.name)
+        if not self.skip:
+            write = 'mismatched="skip" to leave it out, or an entry that fits'
+            self.problems.append(Problem(self.where(place), got, needed, write))
+
+    def problem(self, place: Place, got: str, needed: str, write: str) -> None:
+        """Note that an entry cannot be written."""
+        self.problems.append(Problem(self.where(place), got, needed, write))
+
+    def target_dtype(self, current: Any, stored: Any) -> Any:
+        """Return the dtype that a value gets in the place of another."""
+        dtype = _dtype_of(current)
+        if dtype is None:  # a raw array of any dtype: the one that JAX gives it
+            dtype = jax.dtypes.canonicalize_dtype(stored)
+        return self.dtype if self.dtype is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def make_plan(
+    model: Any, places: Mapping[str, Place], given: Mapping[str, Any], *, skip: bool, dtype: Any = None
+) -> Plan:
+    """Check every entry against the model.
+
+    Args:
+        model: The model.
+        places: Its entries by name.
+        given: What is to be written, by name.
+        skip: Whether to leave out what does not fit in shape.
+        dtype: The dtype that floating-point parameters get; None: each its own.
+    """
+    plan = Plan(model, places, given, skip=skip, dtype=dtype)
+    used: set[str] = set()
+    groups: dict[tuple[int, Any], list[Place]] = {}
+    for place in plan.places.values():
+        groups.setdefault((id(place.owner), place.leaf), []).append(place)
+    for aliases in groups.values():
+        found = [p for p in aliases if p.name in given]
+        used.update(p.name for p in found)
+        if not found:
+            if not aliases[0].is_rng:
+                plan.missing.extend(p.name for p in aliases)
+            continue
+        if is_key(aliases[0].value) and not _graph.is_placeholder(aliases[0].owner):
+            used.update(f"{p.name}.{IMPL}" for p in found)
+            _check_key(plan, found[0], given)
+            continue
+        found.sort(key=lambda p: _graph.is_placeholder(given[p.name]))  # a value, if one has it
+        if _ties_agree(plan, found, given):
+            _check_entry(plan, found[0], given[found[0].name])
+    _check_lazy_layers(plan)
+    order = {name: i for i, name in enumerate(plan.places)}
+    plan.missing.sort(key=order.__getitem__)
+    plan.unexpected = [k for k in given if k not in used]
+    return plan
+
+
+def _ties_agree(plan: Plan, found: list[Place], given: Mapping[str, Any]) -> bool:
+    first, *others = found
+    for other in others:
+        a, b = given[first.name], given[other.name]
+        if _graph.is_placeholder(a) or _graph.is_placeholder(b):
+            continue
+        if not same_values(a, b):
+            plan.problem(
+                other,
+                f"another value than {first.name}, to which it is tied in the model",
+                "one value for what is one parameter",
+                f"equal entries, or only {first.name}",
+            )
+            return False
+    return True
+
+
+def _check_entry(plan: Plan, place: Place, value: Any) -> None:
+    current = place.value
+    lazy = _graph.is_placeholder(current)
+    if _graph.is_placeholder(value):
+        if not lazy:
+            plan.uninitialized.append(
+                Problem(
+                    plan.where(place),
+                    f"an uninitialized entry of shape {_partial(value)}",
+                    f"a value: the model's parameter has one, {describe(current)}",
+                    "lm.materialize(other, x) before lm.state_dict(other)",
+                )
+            )
+        return
+    array = as_array(value)
+    if array is None or (isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted()):
+        got = f"a value of type {type(value).__name__}" if array is None else "an array that was deleted or donated"
+        plan.problem(place, got, "an array of numbers", f"jnp.asarray(...) for {place.name}")
+        return
+    if isinstance(array, Tracer) and home_trace(plan.model) is not _compat.current_trace():
+        got = f"{describe(array)}, a traced value of a transform that the model is outside of"
+        plan.problem(place, got, "a value that outlives the transform", "the load before or after the transform")
+        return
+    shape = current.recipe.shape if lazy else tuple(np.shape(current))
+    if not fits(shape, array.shape):
+        needed = show_shape(shape) if shape is not None else "?"
+        plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting")
+        return
+    dtype = plan.target_dtype(current, array.dtype)
+    reason = cast_problem(array, dtype)
+    if reason is not None:
+        plan.problem(place, describe(array), reason, f"{place.name} in a dtype that casts to {np.dtype(dtype).name}")
+        return
+    plan.writes[place.name] = Write(place, array, dtype)
+
+
+def _partial(value: UninitializedVariable) -> str:
+    return "?" if value.recipe.shape is None else show_shape(value.recipe.shape)
+
+
+def _dtype_of(current: Any) -> Any:
+    if _graph.is_placeholder(current):
+        return current.recipe.dtype
+    return current.dtype if hasattr(current, "dtype") else jnp.result_type(current)
+
+
+def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
+    value, current = given[place.name], place.value
+    impl = str(jax.random.key_impl(current)) if not isinstance(current, jax.ShapeDtypeStruct) else None
+    named = given.get(f"{place.name}.{IMPL}")
+    if named is not None:
+        named = bytes(np.asarray(named).astype(np.uint8)).decode(errors="replace")
+    if is_key(value):
+        named, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
+    array = as_array(value)
+    if array is None or array.dtype != np.uint32 or (named is not None and impl is not None and named != impl):
+        got = f"{describe(value)} of a {named or 'nameless'} key"
+        plan.problem(place, got, f"the data of a {impl} key, uint32", "lm.state_dict(model, include_rng=True)")
+        return
+    wanted = jax.eval_shape(jax.random.key_data, current).shape
+    if array.shape != wanted:
+        plan.mismatch(place, describe(array), f"shape {wanted}")
+        return
+    key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl or named)
+    plan.writes[place.name] = Write(place, key, key.dtype)
+
+
+def _check_lazy_layers(plan: Plan) -> None:
+    """Check that the entries of each lazy layer agree on its sizes."""
+    by_owner = {id(w.place.owner): w for w in plan.writes.values()}
+    for path, layer in plan.lazy:
+        spec = vars(layer)[STATE].spec
+        if spec is None or spec.modules or spec.guesses:
+            continue  # what fits is seen when the layer is settled
+        shapes, writes = {}, []
+        for slot, (_, _, value) in _lifecycle.own_slots(layer, spec.template.blueprint).items():
+            write = by_owner.get(id(value))
+            if write is not None:
+                writes.append(write)
+                shapes[slot] = tuple(write.value.shape)
+            elif not _graph.is_placeholder(value):
+                shapes[slot] = _lifecycle.shape_of(value)
+        if not writes:
+            continue
+        for reason in _size_conflicts(spec, shapes):
+            plan.mismatched.extend(w.place.name for w in writes)
+            for write in writes:
+                plan.writes.pop(write.place.name, None)
+            if not plan.skip:
+                where = located(dotted(path), type(layer).__name__)
+                needed = "entries that agree on the layer's sizes"
+                plan.problems.append(Problem(where, reason, needed, "entries of one and the same layer"))
+            break
+
+
+def _size_conflicts(spec: LayerSpec, shapes: Mapping[Path, Shape]) -> list[str]:
+    values, conflicts = spec.read(spec.template, shapes)
+    if values is None:
+        return conflicts
+    try:
+        slots = spec.blueprint(values, {}).slots
+    except REFUSALS as error:
+        sizes, _ = spec.solve(spec.template, shapes)
+        return [f"{', '.join(f'{k}={v}' for k, v in sizes.items())}, which {spec.cls.__name__} refuses: {error}"]
+    return [
+        f"{dotted(p)} of shape {s}, where {slots[p].shape} follows from the other entries"
+        for p, s in shapes.items()
+        if p in slots and slots[p].shape != s
+    ]

@@ -1,0 +1,139 @@
+"""From host memory to the device, once: arrays that JAX can take over as they lie, the others by one copy.
+
+On a CPU, JAX takes over memory that begins on a multiple of 64 bytes without copying it. What may be taken over is
+memory that nobody else writes, such as a mapped file. Everything else (unaligned, strided, of another dtype, or
+somebody's own array) is copied, in parallel, into new aligned memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from lazymods import _compat
+
+ALIGNMENT = 64
+_CHUNK = 4 << 20  # bytes that one thread copies at a time
+_SMALL = 1 << 20  # arrays below that share their memory
+
+Array = np.ndarray[Any, Any]
+
+
+class Incoming(NamedTuple):
+    """An array on its way to the device.
+
+    Attributes:
+        value: The values.
+        dtype: The dtype that they get.
+        sharding: Where they go; None: the default device.
+        owned: Whether JAX may take the memory over: nobody else writes it.
+    """
+
+    value: Array
+    dtype: Any
+    sharding: Any
+    owned: bool
+
+
+def transfer(incoming: Sequence[Incoming], advance: Callable[[int], None] | None = None) -> list[jax.Array]:
+    """Put arrays on the device, in one batch.
+
+    Args:
+        incoming: The arrays.
+        advance: Called with the number of bytes, from several threads, whenever some have been copied.
+    """
+    device = _default_device()
+    on_cpu = device.platform == "cpu"
+    ready: list[Array] = [item.value for item in incoming]
+    copies = [i for i, item in enumerate(incoming) if not _as_it_lies(item, on_cpu)]
+    for i, array in zip(copies, _copied([incoming[i] for i in copies], advance), strict=True):
+        ready[i] = array
+    explicit = {i: item.sharding for i, item in enumerate(incoming) if item.sharding is not None}
+    placed = dict(zip(explicit, jax.device_put([ready[i] for i in explicit], list(explicit.values())), strict=True))
+    rest = iter(_compat.device_put([a for i, a in enumerate(ready) if i not in explicit], device))
+    return [placed[i] if i in placed else next(rest) for i in range(len(ready))]
+
+
+def _default_device() -> Any:
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if isinstance(device, str):
+        return jax.local_devices(backend=device)[0]
+    return device or jax.local_devices()[0]
+
+
+def _as_it_lies(item: Incoming, on_cpu: bool) -> bool:
+    value = item.value
+    if not (item.owned and value.dtype == item.dtype and value.flags.c_contiguous):
+        return False
+    return not on_cpu or value.__array_interface__["data"][0] % ALIGNMENT == 0 or value.size == 0
+
+
+# ---------------------------------------------------------------- copies
+
+
+def _copied(items: Sequence[Incoming], advance: Callable[[int], None] | None) -> list[Array]:
+    """Copy arrays into new memory, cast on the way."""
+    targets = _allocate([(item.value.shape, np.dtype(item.dtype)) for item in items])
+    jobs = [(t, i.value) for t, i in zip(targets, items, strict=True) if t.size]
+
+    def copy(pair: tuple[Array, Array]) -> None:
+        target, source = pair
+        with np.errstate(all="ignore"):  # what overflows becomes inf, as in any cast
+            np.copyto(target, source, casting="unsafe")
+        if advance is not None:
+            advance(target.nbytes)
+
+    pieces = [piece for target, source in jobs for piece in _pieces(target, source)]
+    if sum(t.nbytes for t in targets) < 2 * _CHUNK:
+        for piece in pieces:
+            copy(piece)
+    else:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            list(pool.map(copy, pieces))
+    return targets
+
+
+def _pieces(target: Array, source: Array) -> list[tuple[Array, Array]]:
+    """Cut an array along its first axis that is long enough, into parts of about a chunk."""
+    if target.nbytes <= _CHUNK:
+        return [(target, source)]
+    axis = max(range(target.ndim), key=lambda i: target.shape[i])
+    step = max(1, target.shape[axis] * _CHUNK // target.nbytes)
+    cuts = [(slice(None),) * axis + (slice(a, a + step),) for a in range(0, target.shape[axis], step)]
+    return [(target[cut], source[cut]) for cut in cuts]
+
+
+def _allocate(wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Array]:
+    """Make aligned arrays: one block of memory for all small ones, one for each of the others."""
+    sizes = [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in wanted]
+    padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    shared = _block(sum(p for p in padded if p < _SMALL))
+    out, position = [], 0
+    for (shape, dtype), size, room in zip(wanted, sizes, padded, strict=True):
+        if room < _SMALL:
+            block = shared[position : position + size]
+            position += room
+        else:
+            block = _block(room)[:size]
+        out.append(block.view(dtype).reshape(shape))
+    return out
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return a new array that JAX can take over without a copy."""
+    return _allocate([(shape, dtype)])[0]
+
+
+def _block(size: int) -> Array:
+    if size == 0:
+        return np.zeros(0, np.uint8)
+    # a private anonymous map is page-aligned, free of the huge pages that make a new numpy buffer slow at times, and
+    # nothing of it exists before it is written
+    flags = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
+    return np.frombuffer(mmap.mmap(-1, size, **flags), np.uint8)

@@ -1,0 +1,207 @@
+"""``save``: a model into a file, whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from lazymods import _graph
+from lazymods._errors import CheckpointError, Problem, UninitializedError
+from lazymods._placeholder import SIZE_LINE
+from lazymods.state import training
+from lazymods.state.entries import named_places
+from lazymods.state.files import safetensors
+from lazymods.state.files.stored import ALIASES, DTYPES, Array, texts_as_array
+from lazymods.state.orbax_saving import PendingSave, begin_orbax
+from lazymods.state.state_dict import state_dict
+from lazymods.state.transfer import ALIGNMENT
+
+Arrays = dict[str, Array]
+
+
+def save(
+    model: Any, path: str | os.PathLike[str], *, include_rng: bool | None = None, wait: bool = True
+) -> PendingSave | None:
+    """Write a model, or a whole training state, to a file.
+
+    The file appears whole or not at all: a save that fails or is killed leaves what was there before. Tied parameters
+    are written once, and tied again by :func:`load`.
+
+    Args:
+        model: An nnx module; or a dict of a training state, such as ``{"model": model, "optimizer": optimizer, "rngs":
+            rngs, "step": 100}``, whose numbers and random state are stored as well.
+        path: Where to: ``.safetensors``, whose tensors are laid so that :func:`load` can map them; ``.npz``; or,
+            without a suffix, an Orbax folder, which takes the place of the one that is there and can hold arrays that
+            are spread over several processes.
+        include_rng: Whether to write random state as well; None: for a training state, not for a module.
+        wait: False, for an Orbax folder: return once the values are copied, and write in the background.
+
+    Returns:
+        With ``wait=False`` the save that is going on, whose ``wait()`` must be called; else None.
+
+    Raises:
+        UninitializedError: If a parameter has no value yet.
+        CheckpointError: If a value cannot be held by the format, such as 4-bit integers.
+        ValueError: If the suffix is none of these.
+        OSError: If the file cannot be written.
+
+    Example:
+        >>> import tempfile, lazymods as lm
+        >>> from flax import nnx
+        >>> lm.save(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), tempfile.mkdtemp() + "/layer.safetensors")
+    """
+    target = Path(os.path.realpath(path))  # a link stays one: what it points to is replaced
+    writers = {".safetensors": write_safetensors, ".npz": write_npz}
+    if target.suffix and target.suffix not in writers:
+        raise ValueError(f"save writes .safetensors, .npz, or an Orbax folder without a suffix, got {path!r}")
+    if target.suffix and not wait:
+        raise ValueError(f"wait=False is for Orbax folders, whose path has no suffix, got {path!r}")
+    _refuse_lazy(model)
+    if include_rng is None:
+        include_rng = training.is_training_state(model)
+    values, aliases = _collect(model, include_rng=include_rng)
+    if target.suffix:
+        arrays = {name: _to_host(name, value, target) for name, value in values.items()}
+        writers[target.suffix](target, arrays, aliases)
+        return None
+    pending = begin_orbax(target, values, aliases)
+    if not wait:
+        return pending
+    pending.wait()
+    return None
+
+
+def _refuse_lazy(model: Any) -> None:
+    problems = []
+    for entry in _graph.entries(model):
+        if _graph.is_placeholder(entry.value):
+            got = f"an uninitialized parameter, {entry.value!r}"
+            needed = "a value: a file holds values only"
+            problems.append(Problem(f"{entry.name} ({type(entry.value).__name__})", got, needed, SIZE_LINE))
+    if problems:
+        raise UninitializedError(*problems, heading=f"{type(model).__name__} is not ready to be saved")
+
+
+def _collect(model: Any, *, include_rng: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values by name, and further names of tied ones."""
+    entries = state_dict(model, include_rng=include_rng) | training.numbers(model)
+    first: dict[Any, str] = {}
+    aliases = {}
+    for place in named_places(model).values():
+        if place.name in entries:
+            kept = first.setdefault((id(place.owner), place.leaf), place.name)
+            if kept != place.name and entries[kept] is entries[place.name]:  # unless a hook changed one of them
+                aliases[place.name] = kept
+    plain = {n: v.get_raw_value() if isinstance(v, nnx.Variable) else v for n, v in entries.items()}
+    return {n: v if isinstance(v, jax.Array) else np.asarray(v) for n, v in plain.items() if n not in aliases}, aliases
+
+
+def _to_host(name: str, value: Any, path: Path) -> Array:
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        got, needed = (
+            "an array that is spread over several processes",
+            "values that this process has, for a single file",
+        )
+        raise CheckpointError(
+            Problem(f"{path.name}: {name}", got, needed, "a path without suffix, for an Orbax folder")
+        )
+    array = np.asarray(value, order="C")
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+# ---------------------------------------------------------------- whole or not at all
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file that takes the place of ``path`` at the end, if nothing was raised."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        with open(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where the system can."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# ---------------------------------------------------------------- formats
+
+
+def write_safetensors(path: Path, arrays: Arrays, aliases: Mapping[str, str]) -> None:
+    """Write a safetensors file whose tensors lie on multiples of 64 bytes, all whose sizes allow it.
+
+    The format has no holes, so those whose size is no multiple of 64 come last.
+    """
+    order = sorted(arrays, key=lambda name: arrays[name].nbytes % ALIGNMENT != 0)
+    offsets, position = {}, 0
+    for name in order:
+        offsets[name] = [position, position + arrays[name].nbytes]
+        position += arrays[name].nbytes
+    header: dict[str, Any] = {safetensors.METADATA: dict(aliases)} if aliases else {}
+    for name, array in arrays.items():
+        kind = safetensors.NAMES.get(array.dtype)
+        if kind is None or name == safetensors.METADATA:
+            raise _cannot_hold(path, name, array, "safetensors")
+        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": offsets[name]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    with replacing(path) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in order:
+            file.write(_bytes_of(arrays[name]))
+
+
+def write_npz(path: Path, arrays: Arrays, aliases: Mapping[str, str]) -> None:
+    """Write an npz archive; dtypes that numpy has no name for go as raw bytes, their names in an entry of its own."""
+    dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.kind == "V"}
+    extras = {key: texts for key, texts in ((DTYPES, dtypes), (ALIASES, aliases)) if texts}
+    with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for name, array in arrays.items():
+            if name in (DTYPES, ALIASES) or array.dtype.hasobject:
+                raise _cannot_hold(path, name, array, "npz")
+            raw = array.view(np.dtype((np.void, array.dtype.itemsize))) if name in dtypes else array
+            _write_npy(archive, name, raw)
+        for key, texts in extras.items():
+            _write_npy(archive, key, texts_as_array(texts))
+
+
+def _write_npy(archive: zipfile.ZipFile, name: str, array: Array) -> None:
+    with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as entry:
+        np.lib.format.write_array(entry, array, allow_pickle=False)
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _cannot_hold(path: Path, name: str, array: Array, kind: str) -> CheckpointError:
+    got = f"{array.dtype.name}{list(array.shape)}"
+    return CheckpointError(
+        Problem(f"{path.name}: {name}", got, f"a name and a dtype that {kind} can hold", "another dtype, or format")
+    )

@@ -1,0 +1,77 @@
+"""``python -m lazymods inspect`` and ``check``."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import lazymods as lm
+from lazymods.__main__ import main
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    model = nnx.List([nnx.Linear(3, 4, rngs=nnx.Rngs(i)) for i in range(2)])
+    model[1].bias = model[0].bias
+    lm.save(model, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+def test_inspect(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(file)]) == 0
+    assert capsys.readouterr().out == (
+        "name      shape     dtype    bytes\n"
+        "0.kernel  (3, 4)    float32     48\n"
+        "0.bias    (4,)      float32     16\n"
+        "1.kernel  (3, 4)    float32     48\n"
+        "1.bias    = 0.bias\n"
+        "\n"
+        f"{file}: safetensors, 3 tensors, 112 bytes\n"
+    )
+
+
+def test_check(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(file)]) == 0
+    assert capsys.readouterr() == (f"{file}: safetensors, 3 tensors, 112 bytes\n", "")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert main(["check", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "m.safetensors" in err and "truncated" in err
+
+
+def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(tmp_path / "none.npz")]) == 1
+    assert "none.npz" in capsys.readouterr().err
+
+
+def test_names_cannot_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a\x1b[2Jb\n": np.zeros(1, np.float32)}, tmp_path / "m.safetensors")
+    assert main(["inspect", str(tmp_path / "m.safetensors")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "a\\x1b[2Jb\\n" in out
+
+
+def test_usage() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["show", "x"])
+    assert caught.value.code == 2
+
+
+@pytest.mark.slow
+def test_as_a_command(file: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lazymods", "check", str(file)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"{file}: safetensors, 3 tensors, 112 bytes\n"), done.stderr
+
+
+def test_an_integer_step_beside_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lm.save({"a": nnx.Param(jnp.ones(2)), "step": 3}, tmp_path / "s.npz")
+    assert main(["inspect", str(tmp_path / "s.npz")]) == 0
+    assert "step" in capsys.readouterr().out

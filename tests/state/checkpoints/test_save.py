@@ -1,0 +1,195 @@
+"""``save``: whole or not at all, aligned, ties once."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_same_bits, lazy_mlp, plain_mlp
+from safetensors.numpy import load_file
+
+import lazymods as lm
+
+
+def header(path: Path) -> tuple[dict[str, Any], int]:
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + length]), 8 + length
+
+
+def params(**values: Any) -> nnx.Dict:
+    return nnx.Dict({name: nnx.Param(value) for name, value in values.items()})
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def test_every_tensor_whose_size_allows_is_aligned(tmp_path: Path) -> None:
+    model = params(odd=jnp.ones(3), even=jnp.ones(16), half=jnp.ones((5, 7), jnp.bfloat16), big=jnp.ones((32, 16)))
+    lm.save(model, tmp_path / "m.safetensors")
+    entries, start = header(tmp_path / "m.safetensors")
+    assert start % 64 == 0
+    assert list(entries) == ["odd", "even", "half", "big"]  # in definition order, wherever the bytes are
+    for name in ("even", "big"):
+        assert (start + entries[name]["data_offsets"][0]) % 64 == 0
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.asfortranarray(np.arange(12.0, dtype=np.float32).reshape(3, 4)),
+        np.arange(24.0, dtype=np.float32)[::2],
+        np.arange(4, dtype=">i4"),
+        np.float32(2.5).reshape(()),
+        np.zeros((0, 3), np.float32),
+    ],
+    ids=["fortran", "strided", "big-endian", "scalar", "empty"],
+)
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_arrays_of_any_layout(tmp_path: Path, value: np.ndarray, suffix: str) -> None:
+    model = nnx.Dict(a=nnx.Variable(value))
+    path = tmp_path / f"m{suffix}"
+    lm.save(model, path)
+    read = load_file(path) if suffix == ".safetensors" else np.load(path)
+    assert read["a"].shape == value.shape
+    assert read["a"].dtype == value.dtype.newbyteorder("=")
+    np.testing.assert_array_equal(read["a"], value)
+
+
+def test_ties_are_written_once_and_tied_again(tmp_path: Path) -> None:
+    def make(tied: bool) -> Any:
+        model = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2)])
+        if tied:
+            model[1].kernel = model[0].kernel
+        return model
+
+    for suffix in (".safetensors", ".npz", ""):
+        path = tmp_path / f"tied{suffix}"
+        source = make(tied=True)
+        lm.save(source, path)
+        if suffix == ".safetensors":
+            assert header(path)[0]["__metadata__"] == {"1.kernel": "0.kernel"}
+            assert set(load_file(path)) == {"0.kernel", "0.bias", "1.bias"}
+        model = make(tied=False)
+        lm.load(model, path)
+        assert model[1].kernel is model[0].kernel
+        assert_same_bits(model[0].kernel[...], source[0].kernel[...])
+        assert model[1].bias is not model[0].bias
+
+
+def test_equal_values_are_not_ties(tmp_path: Path) -> None:
+    value = jnp.ones(3)
+    lm.save(params(a=value, b=value), tmp_path / "m.safetensors")
+    assert set(header(tmp_path / "m.safetensors")[0]) == {"a", "b"}
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ""])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float16, np.int8, np.bool_])
+def test_small_dtypes_come_back_bit_for_bit(tmp_path: Path, suffix: str, dtype: Any) -> None:
+    bits = np.random.default_rng(0).integers(0, 2, 64).astype(np.uint8)
+    value = bits.view(dtype) if np.dtype(dtype).itemsize == 1 else np.arange(-32, 32).astype(dtype)
+    lm.save(params(a=jnp.asarray(value)), tmp_path / f"m{suffix}")
+    model = params(a=jnp.zeros(value.shape, dtype))
+    lm.load(model, tmp_path / f"m{suffix}")
+    assert_same_bits(model.a[...], value)
+
+
+def test_what_the_format_cannot_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(lm.CheckpointError, match=r"m\.safetensors: a") as caught:
+        lm.save(params(a=jnp.zeros(4, jnp.int4)), tmp_path / "m.safetensors")
+    assert "int4" in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_suffix_that_nothing_writes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"\.safetensors, \.npz"):
+        lm.save(plain_mlp(), tmp_path / "model.h5")
+
+
+def test_lazy_models_are_refused_in_full_text(tmp_path: Path) -> None:
+    with pytest.raises(lm.UninitializedError) as caught:
+        lm.save(nnx.Dict(fc=lm.LazyLinear(2, use_bias=False, rngs=nnx.Rngs(0))), tmp_path / "m.safetensors")
+    assert str(caught.value) == (
+        "Dict is not ready to be saved\n"
+        "fc.kernel (UninitializedParameter)\n"
+        "  got:    an uninitialized parameter, UninitializedParameter(shape=(?, 2), dtype=float32)\n"
+        "  needed: a value: a file holds values only\n"
+        "  write:  model(x), or lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype)), first"
+    )
+
+
+# ---------------------------------------------------------------- whole or not at all
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "link.safetensors").symlink_to("blobs/file.safetensors")
+    lm.save(plain_mlp(), tmp_path / "link.safetensors")
+    assert (tmp_path / "link.safetensors").is_symlink()
+    assert (tmp_path / "blobs" / "file.safetensors").is_file()
+
+
+def test_permissions_are_those_of_a_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").write_text("")
+    lm.save(plain_mlp(), tmp_path / "m.safetensors")
+    assert (tmp_path / "m.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+SAVES_FOR_EVER = """
+import sys, jax.numpy as jnp, lazymods as lm
+from flax import nnx
+models = [nnx.Dict(a=nnx.Param(jnp.full((512, 257), float(i))), b=nnx.Param(jnp.full(5, float(i)))) for i in (1, 2)]
+print("ready", flush=True)
+while True:
+    for model in models:
+        lm.save(model, sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_a_killed_save_leaves_the_old_file_or_the_new(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"m{suffix}"
+    chance = random.Random(0)
+    lm.save(nnx.Dict(a=nnx.Param(jnp.full((512, 257), 1.0)), b=nnx.Param(jnp.full(5, 1.0))), path)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "JAX_PLATFORMS": "cpu"}
+    whole = 0
+    for _ in range(25):  # 50 with both formats
+        with subprocess.Popen(
+            [sys.executable, "-c", SAVES_FOR_EVER, str(path)], env=env, stdout=subprocess.PIPE
+        ) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"ready\n"
+            time.sleep(chance.uniform(0.0, 0.03))
+            child.send_signal(signal.SIGKILL)
+        model = nnx.Dict(a=nnx.Param(jnp.zeros((512, 257))), b=nnx.Param(jnp.zeros(5)))
+        lm.load(model, path)
+        values = {float(v) for v in np.unique(np.concatenate([np.ravel(model.a[...]), np.ravel(model.b[...])]))}
+        assert values in ({1.0}, {2.0})
+        whole += 1
+    assert whole == 25
+
+
+def test_saving_does_not_write_into_what_was_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    source = plain_mlp()
+    lm.save(source, path)
+    model = lazy_mlp()
+    lm.load(model, path)
+    before = {n: np.array(v) for n, v in lm.state_dict(model).items()}
+    jax.tree.map(lambda v: v + 1, nnx.state(source))
+    source.fc1.kernel[...] = source.fc1.kernel[...] + 1
+    lm.save(source, path)
+    for name, value in lm.state_dict(model).items():
+        assert_same_bits(value, before[name])

@@ -1,0 +1,133 @@
+"""A whole training state: step n + 1 after a resume is step n + 1 without one, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import array, assert_same_bits, raw
+
+import lazymods as lm
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.fc1 = lm.LazyLinear(8, rngs=rngs)
+        self.norm = lm.LazyBatchNorm(rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.fc2 = lm.LazyLinear(1, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc2(self.drop(jax.nn.relu(self.norm(self.fc1(x)))))
+
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(1e-2, 100)))
+
+
+def new_state(seed: int, *, lazy_optimizer: bool = True) -> dict[str, Any]:
+    model, rngs = Net(nnx.Rngs(seed)), nnx.Rngs(noise=seed + 1)
+    if not lazy_optimizer:
+        lm.materialize(model, X)
+    optimizer = (lm.LazyOptimizer if lazy_optimizer else nnx.Optimizer)(model, TX, wrt=nnx.Param)
+    return {"model": model, "optimizer": optimizer, "rngs": rngs, "step": 0, "best": 0.5}
+
+
+X = array(4, 3)
+
+
+def train_step(state: dict[str, Any]) -> jax.Array:
+    x = X + jax.random.normal(state["rngs"].noise(), X.shape)
+    loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(state["model"])
+    state["optimizer"].update(state["model"], grads)
+    state["step"] += 1
+    return loss
+
+
+def arrays(state: dict[str, Any]) -> dict[str, Any]:
+    return lm.state_dict({k: v for k, v in state.items() if not isinstance(v, (int, float))}, include_rng=True)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax's adam raises a Python float to an int32 count, which strict promotion refuses."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ""])
+@pytest.mark.parametrize("lazy_optimizer", [True, False])
+def test_resume(tmp_path: Path, suffix: str, lazy_optimizer: bool) -> None:
+    path = tmp_path / f"state{suffix}"
+    state = new_state(0)
+    state["model"](X)
+    for _ in range(3):
+        train_step(state)
+    lm.save(state, path)
+    resumed = new_state(7, lazy_optimizer=lazy_optimizer)
+    result = lm.load(resumed, path)
+    assert tuple(result) == ([], [], [])
+    assert type(resumed["optimizer"]) is nnx.Optimizer
+    assert (resumed["step"], resumed["best"]) == (3, 0.5)
+    assert (type(resumed["step"]), type(resumed["best"])) == (int, float)
+    for _ in range(2):
+        a, b = train_step(state), train_step(resumed)
+        assert_same_bits(a, b)
+    left, right = arrays(state), arrays(resumed)
+    assert list(left) == list(right)
+    for name, value in left.items():
+        assert_same_bits(value, right[name])
+
+
+def test_a_module_alone_leaves_random_state_out_unless_asked(tmp_path: Path) -> None:
+    model = Net(nnx.Rngs(0))
+    model(X)
+    lm.save(model, tmp_path / "plain.safetensors")
+    lm.save(model, tmp_path / "with.safetensors", include_rng=True)
+    random = [n for n in lm.state_dict(model, include_rng=True) if n not in lm.state_dict(model)]
+    assert sorted(random) == ["drop.rngs.count", "drop.rngs.key", "drop.rngs.key.impl"]
+    want = lm.state_dict(model, include_rng=True)
+    for file, equal in (("plain", False), ("with", True)):
+        fresh = Net(nnx.Rngs(5))
+        lm.load(fresh, tmp_path / f"{file}.safetensors")
+        got = lm.state_dict(fresh, include_rng=True)
+        assert bool(np.all(raw(got["drop.rngs.key"]) == raw(want["drop.rngs.key"]))) == equal
+
+
+def test_a_failed_load_leaves_all_of_the_state_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "state.safetensors"
+    state = new_state(0)
+    state["model"](X)
+    train_step(state)
+    del state["best"]
+    lm.save(state, path)
+    resumed = new_state(7)
+    rngs = jax.random.key_data(resumed["rngs"].noise.key[...])
+    with pytest.raises(lm.StateDictError, match="best"):
+        lm.load(resumed, path)
+    assert lm.is_lazy(resumed["model"].fc1) and lm.is_lazy(resumed["optimizer"]) and resumed["step"] == 0
+    assert_same_bits(jax.random.key_data(resumed["rngs"].noise.key[...]), rngs)
+    assert lm.load(resumed, path, strict=False).missing == ["best"]
+    assert (resumed["step"], resumed["best"]) == (1, 0.5)
+
+
+def test_an_optimizer_without_a_state_beside_two_models(tmp_path: Path) -> None:
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    lm.save({"a": model, "b": model, "optimizer": optimizer}, tmp_path / "s.safetensors")
+    lazy = lm.LazyLinear(1, rngs=nnx.Rngs(0))
+    other = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    with pytest.raises(lm.UninitializedError, match="beside 2 modules: a, b"):
+        lm.load(
+            {"a": lazy, "b": other, "optimizer": lm.LazyOptimizer(lazy, TX, wrt=nnx.Param)}, tmp_path / "s.safetensors"
+        )
+    assert lm.is_lazy(lazy)
+
+
+def test_a_number_that_is_none_in_the_file(tmp_path: Path) -> None:
+    lm.save({"step": jnp.arange(2), "model": nnx.Linear(3, 1, rngs=nnx.Rngs(0))}, tmp_path / "s.npz")
+    with pytest.raises(lm.StateDictError, match=r"step\n  got:    s32\[2\]"):
+        lm.load({"step": 3, "model": lm.LazyLinear(1, rngs=nnx.Rngs(0))}, tmp_path / "s.npz")
