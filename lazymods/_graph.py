@@ -6,13 +6,13 @@ import enum
 import functools
 import sys
 import threading
-import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 from lazymods import _compat
 from lazymods._errors import located
@@ -77,8 +77,6 @@ def kind_of(value: Any) -> Kind:
 
 @functools.lru_cache(maxsize=4096)  # isinstance() asks the metaclasses of Variables and arrays, every time
 def _kind_of_type(cls: type) -> Kind | None:
-    if cls in (str, bool, int, float, complex, type(None), types.FunctionType, types.BuiltinFunctionType, type):
-        return OTHER
     if issubclass(cls, nnx.Variable):
         return VARIABLE
     if issubclass(cls, nnx.Pytree):
@@ -89,7 +87,8 @@ def _kind_of_type(cls: type) -> Kind | None:
         return MAPPING
     if issubclass(cls, (list, tuple)):
         return SEQUENCE
-    return None  # tracers, say, answer for what they stand for
+    # tracers and Variables of hijax answer for what they stand for, as their metaclasses see it
+    return None if issubclass(cls, Tracer) or hasattr(cls, "aval") or hasattr(cls, "_var_type") else OTHER
 
 
 def _kind_of_instance(value: Any) -> Kind:
@@ -177,7 +176,7 @@ def variables(model: Any) -> list[nnx.Variable[Any]]:
 
 def is_placeholder(value: Any) -> bool:
     """Whether a value is a Variable without a value."""
-    return kind_of(value) is VARIABLE and isinstance(value.get_raw_value(), Recipe)
+    return kind_of(value) is VARIABLE and type(value.get_raw_value()) is Recipe
 
 
 def is_lazy_node(node: Any) -> bool:

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lazymods import _graph, _hooks, _lifecycle
+from lazymods import _graph, _lifecycle
 from lazymods._errors import StateDictError
 from lazymods.state import names, training
-from lazymods.state.entries import IMPL, Place, named_places
+from lazymods.state.entries import IMPL, Place, Survey, named_places
 from lazymods.state.files.opening import open_checkpoint
-from lazymods.state.files.stored import Checkpoint, StoredTensor
+from lazymods.state.files.stored import Checkpoint, StoredTensor, refuse
 from lazymods.state.load import LoadResult, Origin, load_entries
 from lazymods.state.names import Rename
 from lazymods.state.progress import progress_bar
@@ -95,17 +95,17 @@ def load(
         raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
     file = open_checkpoint(path)
     with _lifecycle.LOCK:
-        places = named_places(model)
-        entries, sources = _entries(model, file, places, layout, rename, flatten)
-        hooked = any(_hooks.hooks_of(node, "load_state_dict_pre") for _, node in _graph.nodes(model))
+        survey = Survey(model)
+        entries, sources = _entries(survey, file, layout, rename, flatten)
         # hooks may give an entry another name, and an optimizer gets its state below; else what the model has no name
         # for is not read
-        wanted = entries if hooked or training.is_training_state(model) else places
+        wanted = entries if survey.hooked or training.is_training_state(model) else survey.places
         entries = {
             n: v.read() if isinstance(v, StoredTensor) and n.removesuffix(f".{IMPL}") in wanted else v
             for n, v in entries.items()
         }
-        _warn_of_quantized(places, entries, file)
+        _check_booleans(entries, file)
+        _warn_of_quantized(survey.places, entries, file)
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
         with progress_bar(progress, f"loading {file.path.name}", total) as advance:
             owned = {id(value) for value in entries.values()}
@@ -114,16 +114,15 @@ def load(
             if not isinstance(model, nnx.Pytree):
                 result = training.load_entries(model, entries, **options)
             else:
-                result = load_entries(model, entries, places=places, **options)
+                result = load_entries(model, entries, survey=survey, **options)
         if layout == "flax":
             _tie_again(model, file, sources)
     return result
 
 
 def _entries(
-    model: Any,
+    survey: Survey,
     file: Checkpoint,
-    places: Mapping[str, Place],
     layout: str,
     rename: Rename | None,
     flatten: Mapping[str, Sequence[int]] | None,
@@ -131,7 +130,7 @@ def _entries(
     """Return what the file holds by the model's names, and the names in the file."""
     stored = dict(file.tensors) | {alias: file.tensors[kept] for alias, kept in file.aliases.items()}
     if rename is None:
-        origins, problems = names.matched(model, stored, places, leaves=layout == "flax"), []
+        origins, problems = names.matched(survey, stored, leaves=layout == "flax"), []
     else:
         origins, problems = names.renamed(stored, names.as_function(rename))
     entries = {new: stored[name] for new, name in origins.items()}
@@ -139,13 +138,20 @@ def _entries(
     if layout == "torch" and not problems:
         from lazymods.state.layouts import from_torch
 
-        imported = from_torch(model, entries, flatten)
+        imported = from_torch(survey.model, entries, flatten)
         sources = {n: tuple(origins[s] for s in imported.sources.get(n, (n,))) for n in imported.entries}
         entries, problems = imported.entries, imported.problems
     if problems:
-        heading = f"the checkpoint {file.path} does not fit {type(model).__name__}; nothing was loaded"
+        heading = f"the checkpoint {file.path} does not fit {type(survey.model).__name__}; nothing was loaded"
         raise StateDictError(*problems, heading=heading)
     return entries, sources
+
+
+def _check_booleans(entries: Mapping[str, Any], file: Checkpoint) -> None:
+    """Refuse booleans that are neither 0 nor 1: what is computed from them could be anything."""
+    for name, value in entries.items():
+        if isinstance(value, np.ndarray) and value.dtype == bool and value.size and value.view(np.uint8).max() > 1:
+            raise refuse(file.path, "bytes other than 0 and 1", "booleans", tensor=name)
 
 
 def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], file: Checkpoint) -> None:

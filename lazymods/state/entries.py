@@ -11,6 +11,7 @@ from flax import nnx
 from lazymods import _compat, _graph
 from lazymods._errors import Problem, StateDictError
 from lazymods._graph import ARRAY, VARIABLE, Path, dotted, kind_of
+from lazymods._hooks import hooks_of
 from lazymods._lifecycle import TRANSIENT
 from lazymods._recipe import is_key
 
@@ -26,6 +27,7 @@ class Place(NamedTuple):
         key: Under which attribute or key.
         owner: The Variable or raw array.
         leaf: The path inside the Variable's value, if that is a pytree; () for an array.
+        lazy: Whether the owner is a placeholder.
     """
 
     name: str
@@ -33,24 +35,42 @@ class Place(NamedTuple):
     key: Any
     owner: Any
     leaf: Path = ()
+    lazy: bool = False
 
     @property
     def value(self) -> Any:
         """The array (or number) that is there, or the placeholder."""
-        if kind_of(self.owner) is not VARIABLE or _graph.is_placeholder(self.owner):
+        if self.lazy or kind_of(self.owner) is not VARIABLE:
             return self.owner
         return leaf_of(raw_of(self.owner), self.leaf)
 
     @property
     def is_rng(self) -> bool:
         """Whether it is random state."""
-        return isinstance(self.owner, nnx.RngState) or is_key(self.owner)
+        return isinstance(self.owner, nnx.RngState) or (kind_of(self.owner) is ARRAY and is_key(self.owner))
 
 
 def raw_of(variable: nnx.Variable[Any]) -> Any:
     """Return a Variable's value, read out of its reference if it has one."""
     raw = variable.get_raw_value()
     return variable.get_value() if variable.get_metadata("ref", False) else raw
+
+
+class Survey:
+    """A model as a load sees it: walked once.
+
+    Attributes:
+        model: The model.
+        nodes: Its nnx objects, with their paths.
+        places: Its entries by name.
+        hooked: Those objects that have hooks.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.nodes = _graph.nodes(model)
+        self.places = named_places(model)
+        self.hooked = [(path, node) for path, node in self.nodes if hooks_of(node)]
 
 
 def home_trace(model: Any) -> Any:
@@ -77,8 +97,9 @@ def places(model: Any, prefix: Path = ()) -> Iterator[Place]:
         if kind is VARIABLE and isinstance(value, TRANSIENT):
             continue
         path = (*prefix, *path)
-        if kind is not VARIABLE or _graph.is_placeholder(value):
-            yield Place(dotted(path), holder, key, value)
+        lazy = kind is VARIABLE and _graph.is_placeholder(value)
+        if lazy or kind is not VARIABLE:
+            yield Place(dotted(path), holder, key, value, (), lazy)
             continue
         for leaf in _leaves(raw_of(value), ()):
             yield Place(dotted((*path, *leaf)), holder, key, value, leaf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +19,11 @@ from lazymods._errors import (
     describe,
     located,
 )
-from lazymods._graph import STATE, Path, dotted
-from lazymods._placeholder import UninitializedArray, UninitializedVariable
+from lazymods._graph import STATE, dotted
+from lazymods._placeholder import UninitializedArray
 from lazymods._recipe import is_key
 from lazymods._snapshot import Snapshot
-from lazymods.state.entries import Place, home_trace, leaf_of, named_places, prefix_of, raw_of
+from lazymods.state.entries import Survey, home_trace, leaf_of, prefix_of, raw_of
 from lazymods.state.plan import Plan, Write, make_plan
 from lazymods.state.transfer import Incoming, transfer
 from lazymods.state.values import cast
@@ -153,7 +153,7 @@ def load_entries(
     mismatched: str,
     dtype: Any = None,
     origin: Origin | None = None,
-    places: Mapping[str, Place] | None = None,
+    survey: Survey | None = None,
 ) -> LoadResult:
     """Write entries into a model, as :func:`load_state_dict` says.
 
@@ -164,19 +164,21 @@ def load_entries(
         mismatched: ``"error"`` or ``"skip"``.
         dtype: The dtype that floating-point parameters get; None: each its own.
         origin: Where they come from; None: somebody's state dict.
-        places: The model's entries by name, if they are known already.
+        survey: The model, if it has been walked already.
     """
     if mismatched not in ("error", "skip"):
         raise ValueError(f'mismatched is "error" or "skip", got {mismatched!r}')
     origin = origin or Origin()
     with _lifecycle.LOCK:
-        hooked = [(p, n) for p, n in _graph.nodes(model) if _hooks.hooks_of(n)]
-        given = _run_pre_hooks(model, hooked, dict(entries), strict)
-        known = named_places(model) if hooked or places is None else places
-        plan = make_plan(model, known, given, skip=mismatched == "skip", dtype=dtype)
+        survey = survey or Survey(model)
+        given = dict(entries)
+        if survey.hooked:
+            given = _run_pre_hooks(survey, given, strict)
+            survey = Survey(model)  # a hook may do anything
+        plan = make_plan(survey, given, skip=mismatched == "skip", dtype=dtype)
         matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
         result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
-        after = [n for _, n in hooked if _hooks.hooks_of(n, "load_state_dict_post")]
+        after = [n for _, n in survey.hooked if _hooks.hooks_of(n, "load_state_dict_post")]
         _raise_problems(plan, result, origin, strict=strict and not after)
         snapshot = Snapshot(model)
         try:
@@ -191,11 +193,9 @@ def load_entries(
     return result
 
 
-def _run_pre_hooks(
-    model: Any, hooked: Sequence[tuple[Path, Any]], given: dict[str, Any], strict: bool
-) -> dict[str, Any]:
+def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[str, Any]:
     messages: list[str] = []
-    for path, node in hooked:
+    for path, node in survey.hooked:
         if not _hooks.hooks_of(node, "load_state_dict_pre"):
             continue
         prefix = prefix_of(path)
@@ -204,7 +204,7 @@ def _run_pre_hooks(
         _hooks.run_hooks(node, "load_state_dict_pre", own, prefix, {}, strict, [], [], messages)
         given = rest | own
     if messages:
-        name = type(model).__name__
+        name = type(survey.model).__name__
         needed, line = "entries that the hook accepts", "another state dict"
         raise StateDictError(
             *(Problem(name, m, needed, line) for m in messages), heading=f"a hook refuses the state dict for {name}"
@@ -250,12 +250,15 @@ def _heading(model: Any, origin: Origin) -> str:
 
 
 def _write(plan: Plan, origin: Origin) -> None:
-    waiting = [(p, n) for p, n in plan.lazy if _graph.has_uninitialized_params(n)]
+    sized = {id(layer) for layer, _ in plan.sized}
+    waiting = [(p, n) for p, n in plan.lazy if id(n) not in sized and _graph.has_uninitialized_params(n)]
     batch = [w for w in plan.writes.values() if isinstance(w.value, np.ndarray) and not _stays_numpy(w)]
     arrays = transfer([_incoming(w, origin) for w in batch], origin.advance)
     on_device = {w.place.name: a for w, a in zip(batch, arrays, strict=True)}
     for write in plan.writes.values():
         _write_entry(write, on_device.get(write.place.name))
+    for layer, blueprint in plan.sized:
+        _lifecycle.settle(layer, blueprint)
     written = {id(write.place.owner) for write in plan.writes.values()}
     for path, layer in waiting:
         try:
@@ -276,7 +279,9 @@ def _stays_numpy(write: Write) -> bool:
 
 
 def _incoming(write: Write, origin: Origin) -> Incoming:
-    current = write.place.value
+    current = write.current
+    if _graph.is_placeholder(current):
+        return Incoming(write.value, write.dtype, None, id(write.value) in origin.owned)
     placed = isinstance(current, jax.Array) and not isinstance(current, Tracer) and current.committed
     sharding = current.sharding if placed or isinstance(current, jax.ShapeDtypeStruct) else None
     return Incoming(write.value, write.dtype, sharding, id(write.value) in origin.owned)
@@ -285,11 +290,12 @@ def _incoming(write: Write, origin: Origin) -> Incoming:
 def _write_entry(write: Write, array: jax.Array | None) -> None:
     place, owner = write.place, write.place.owner
     if array is None and not _stays_numpy(write) and not is_key(write.value):
-        array = cast(write.value, write.dtype, place.value)
-    if isinstance(owner, UninitializedArray):
-        _lifecycle.put(place.holder, place.key, array)
-    elif isinstance(owner, UninitializedVariable):
-        owner.become(array)
+        array = cast(write.value, write.dtype, write.current)
+    if _graph.is_placeholder(owner):
+        if isinstance(owner, UninitializedArray):
+            _lifecycle.put(place.holder, place.key, array)
+        else:
+            owner.become(array)
     elif _stays_numpy(write):
         _lifecycle.put(place.holder, place.key, np.array(write.value, owner.dtype))
     elif not isinstance(owner, nnx.Variable):

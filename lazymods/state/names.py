@@ -14,9 +14,9 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods import _graph
 from lazymods._errors import Problem
 from lazymods._graph import dotted
+from lazymods.state.entries import Survey
 
 Rename = Mapping[str, "str | None"] | Sequence[tuple[str, "str | None"]] | Callable[[str], "str | None"]
 
@@ -78,21 +78,20 @@ def renamed(names: Iterable[str], function: Callable[[str], str | None]) -> tupl
     return out, problems
 
 
-def matched(model: Any, tensors: Mapping[str, Any], known: Collection[str], *, leaves: bool) -> dict[str, str]:
+def matched(survey: Survey, tensors: Mapping[str, Any], *, leaves: bool) -> dict[str, str]:
     """Find the model's spelling of the file's names, where there is no doubt.
 
     Args:
-        model: The model.
+        survey: The model.
         tensors: What the file holds, by name.
-        known: The names of the model's entries.
         leaves: Whether the last part of a name may be Flax's word for it as well.
 
     Returns:
         The file's name for each new name; a name that cannot be matched is as it was.
     """
-    if all(name in known for name in tensors):
+    known, nodes = survey.places, survey.nodes
+    if tensors.keys() <= known.keys():
         return {name: name for name in tensors}
-    nodes = _graph.nodes(model)
     paths = {dotted(path) for path, _ in nodes}
     sequential = {path for path, node in nodes if isinstance(node, nnx.Sequential)}
     spellings: dict[str, set[str]] = {}

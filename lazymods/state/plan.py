@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,35 +11,37 @@ import numpy as np
 from jax.core import Tracer
 
 from lazymods import _compat, _graph, _lifecycle
+from lazymods._blueprint import Blueprint
 from lazymods._errors import Problem, describe, located
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import UninitializedVariable, fits, show_shape
 from lazymods._recipe import Shape, is_key
-from lazymods._spec import REFUSALS, LayerSpec
-from lazymods.state.entries import IMPL, Place, home_trace
+from lazymods._spec import REFUSALS, LayerSpec, Template
+from lazymods.state.entries import IMPL, Place, Survey, home_trace
 from lazymods.state.values import as_array, cast_problem, same_values
 
 
 class Write(NamedTuple):
-    """An entry that fits: where it goes, its value, and the dtype that it gets."""
+    """An entry that fits: where it goes, its value, the dtype that it gets, and what is there now."""
 
     place: Place
     value: Any
     dtype: Any
+    current: Any
 
 
 class Plan:
     """What a load would do, and what is wrong with it.
 
     Args:
-        model: The model.
-        places: Its entries by name.
+        survey: The model.
         given: What is to be written, by name.
         skip: Whether entries whose shape does not fit are left out.
         dtype: The dtype that floating-point parameters get; None: each its own.
 
     Attributes:
         lazy: The model's lazy layers, with their paths, children before parents.
+        sized: The layers whose every slot will have been written, with their blueprints.
         writes: What fits, by name.
         missing: Names of the model without an entry.
         unexpected: Entries that the model has no name for.
@@ -48,11 +50,11 @@ class Plan:
         uninitialized: Uninitialized entries for parameters that have a value.
     """
 
-    def __init__(
-        self, model: Any, places: Mapping[str, Place], given: Mapping[str, Any], *, skip: bool, dtype: Any = None
-    ) -> None:
-        self.model, self.places, self.given, self.skip, self.dtype = model, places, given, skip, dtype
-        self.lazy = _graph.lazy_nodes(model)
+    def __init__(self, survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: Any = None) -> None:
+        self.model, self.places = survey.model, survey.places
+        self.given, self.skip, self.dtype = given, skip, dtype
+        self.lazy = [(p, n) for p, n in reversed(survey.nodes) if _graph.is_lazy_node(n)]
+        self.sized: list[tuple[Any, Blueprint]] = []
         self.writes: dict[str, Write] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -83,19 +85,16 @@ class Plan:
         return self.dtype if self.dtype is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-def make_plan(
-    model: Any, places: Mapping[str, Place], given: Mapping[str, Any], *, skip: bool, dtype: Any = None
-) -> Plan:
+def make_plan(survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: Any = None) -> Plan:
     """Check every entry against the model.
 
     Args:
-        model: The model.
-        places: Its entries by name.
+        survey: The model.
         given: What is to be written, by name.
         skip: Whether to leave out what does not fit in shape.
         dtype: The dtype that floating-point parameters get; None: each its own.
     """
-    plan = Plan(model, places, given, skip=skip, dtype=dtype)
+    plan = Plan(survey, given, skip=skip, dtype=dtype)
     used: set[str] = set()
     groups: dict[tuple[int, Any], list[Place]] = {}
     for place in plan.places.values():
@@ -107,11 +106,12 @@ def make_plan(
             if not aliases[0].is_rng:
                 plan.missing.extend(p.name for p in aliases)
             continue
-        if is_key(aliases[0].value) and not _graph.is_placeholder(aliases[0].owner):
+        if not aliases[0].lazy and is_key(aliases[0].value):
             used.update(f"{p.name}.{IMPL}" for p in found)
             _check_key(plan, found[0], given)
             continue
-        found.sort(key=lambda p: _graph.is_placeholder(given[p.name]))  # a value, if one has it
+        if len(found) > 1:
+            found.sort(key=lambda p: _graph.is_placeholder(given[p.name]))  # a value, if one has it
         if _ties_agree(plan, found, given):
             _check_entry(plan, found[0], given[found[0].name])
     _check_lazy_layers(plan)
@@ -140,9 +140,8 @@ def _ties_agree(plan: Plan, found: list[Place], given: Mapping[str, Any]) -> boo
 
 def _check_entry(plan: Plan, place: Place, value: Any) -> None:
     current = place.value
-    lazy = _graph.is_placeholder(current)
     if _graph.is_placeholder(value):
-        if not lazy:
+        if not place.lazy:
             plan.uninitialized.append(
                 Problem(
                     plan.where(place),
@@ -161,7 +160,7 @@ def _check_entry(plan: Plan, place: Place, value: Any) -> None:
         got = f"{describe(array)}, a traced value of a transform that the model is outside of"
         plan.problem(place, got, "a value that outlives the transform", "the load before or after the transform")
         return
-    shape = current.recipe.shape if lazy else tuple(np.shape(current))
+    shape = current.recipe.shape if place.lazy else tuple(np.shape(current))
     if not fits(shape, array.shape):
         needed = show_shape(shape) if shape is not None else "?"
         plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting")
@@ -171,7 +170,7 @@ def _check_entry(plan: Plan, place: Place, value: Any) -> None:
     if reason is not None:
         plan.problem(place, describe(array), reason, f"{place.name} in a dtype that casts to {np.dtype(dtype).name}")
         return
-    plan.writes[place.name] = Write(place, array, dtype)
+    plan.writes[place.name] = Write(place, array, dtype, current)
 
 
 def _partial(value: UninitializedVariable) -> str:
@@ -202,48 +201,64 @@ def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
         plan.mismatch(place, describe(array), f"shape {wanted}")
         return
     key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl or named)
-    plan.writes[place.name] = Write(place, key, key.dtype)
+    plan.writes[place.name] = Write(place, key, key.dtype, current)
 
 
 def _check_lazy_layers(plan: Plan) -> None:
     """Check that the entries of each lazy layer agree on its sizes."""
     by_owner = {id(w.place.owner): w for w in plan.writes.values()}
+    known: dict[Any, Any] = {}  # layers of one configuration share their spec, and those of one size the rest
     for path, layer in plan.lazy:
         spec = vars(layer)[STATE].spec
         if spec is None or spec.modules or spec.guesses:
             continue  # what fits is seen when the layer is settled
-        shapes, writes = {}, []
-        for slot, (_, _, value) in _lifecycle.own_slots(layer, spec.template.blueprint).items():
-            write = by_owner.get(id(value))
-            if write is not None:
-                writes.append(write)
-                shapes[slot] = tuple(write.value.shape)
-            elif not _graph.is_placeholder(value):
-                shapes[slot] = _lifecycle.shape_of(value)
+        template = known.get(spec) or known.setdefault(spec, spec.template)
+        shapes, writes = _shapes_to_be(layer, template, by_owner)
         if not writes:
             continue
-        for reason in _size_conflicts(spec, shapes):
+        key = (spec, tuple(shapes.items()))
+        blueprint, conflicts = known.get(key) or known.setdefault(key, _sized(spec, template, shapes))
+        if blueprint is not None and shapes.keys() == template.blueprint.slots.keys() == blueprint.slots.keys():
+            plan.sized.append((layer, blueprint))
+        if conflicts:
             plan.mismatched.extend(w.place.name for w in writes)
             for write in writes:
                 plan.writes.pop(write.place.name, None)
-            if not plan.skip:
-                where = located(dotted(path), type(layer).__name__)
-                needed = "entries that agree on the layer's sizes"
-                plan.problems.append(Problem(where, reason, needed, "entries of one and the same layer"))
-            break
+        if conflicts and not plan.skip:
+            where = located(dotted(path), type(layer).__name__)
+            needed = "entries that agree on the layer's sizes"
+            plan.problems.append(Problem(where, conflicts[0], needed, "entries of one and the same layer"))
+    if plan.mismatched:  # an entry that is left out may be tied into a layer that counted on it
+        plan.sized.clear()
 
 
-def _size_conflicts(spec: LayerSpec, shapes: Mapping[Path, Shape]) -> list[str]:
-    values, conflicts = spec.read(spec.template, shapes)
+def _shapes_to_be(
+    layer: Any, template: Template, by_owner: Mapping[int, Write]
+) -> tuple[dict[Path, Shape], list[Write]]:
+    """Return the shapes of the slots that have a value or will get one, and the writes to them."""
+    shapes, writes = {}, []
+    for slot, (_, _, value) in _lifecycle.own_slots(layer, template.blueprint).items():
+        write = by_owner.get(id(value))
+        if write is not None:
+            writes.append(write)
+            shapes[slot] = write.value.shape
+        elif not _graph.is_placeholder(value):
+            shapes[slot] = _lifecycle.shape_of(value)
+    return shapes, writes
+
+
+def _sized(spec: LayerSpec, template: Template, shapes: Mapping[Path, Shape]) -> tuple[Blueprint | None, Sequence[str]]:
+    """Return the constructor at the sizes that some shapes tell, None if they tell none, and what does not fit."""
+    values, conflicts = spec.read(template, shapes)
     if values is None:
-        return conflicts
+        return None, conflicts
     try:
-        slots = spec.blueprint(values, {}).slots
+        blueprint = spec.blueprint(values, {})
     except REFUSALS as error:
-        sizes, _ = spec.solve(spec.template, shapes)
-        return [f"{', '.join(f'{k}={v}' for k, v in sizes.items())}, which {spec.cls.__name__} refuses: {error}"]
-    return [
-        f"{dotted(p)} of shape {s}, where {slots[p].shape} follows from the other entries"
-        for p, s in shapes.items()
-        if p in slots and slots[p].shape != s
+        sizes, _ = spec.solve(template, shapes)
+        return None, [f"{', '.join(f'{k}={v}' for k, v in sizes.items())}, which {spec.cls.__name__} refuses: {error}"]
+    slots = blueprint.slots
+    wrong = {p: s for p, s in shapes.items() if p in slots and slots[p].shape != s}
+    return None if wrong else blueprint, [
+        f"{dotted(p)} of shape {s}, where {slots[p].shape} follows from the other entries" for p, s in wrong.items()
     ]

@@ -7,10 +7,10 @@ somebody's own array) is copied, in parallel, into new aligned memory.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -82,18 +82,19 @@ def _copied(items: Sequence[Incoming], advance: Callable[[int], None] | None) ->
     targets = _allocate([(item.value.shape, np.dtype(item.dtype)) for item in items])
     jobs = [(t, i.value) for t, i in zip(targets, items, strict=True) if t.size]
 
-    def copy(pair: tuple[Array, Array]) -> None:
-        target, source = pair
+    def copy(pieces: Sequence[tuple[Array, Array]]) -> None:
         with np.errstate(all="ignore"):  # what overflows becomes inf, as in any cast
-            np.copyto(target, source, casting="unsafe")
-        if advance is not None:
-            advance(target.nbytes)
+            for target, source in pieces:
+                np.copyto(target, source, casting="unsafe")
+                if advance is not None:
+                    advance(target.nbytes)
 
-    pieces = [piece for target, source in jobs for piece in _pieces(target, source)]
     if sum(t.nbytes for t in targets) < 2 * _CHUNK:
-        for piece in pieces:
-            copy(piece)
+        copy(jobs)
     else:
+        from concurrent.futures import ThreadPoolExecutor  # takes longer to import than a small file to load
+
+        pieces = [[piece] for target, source in jobs for piece in _pieces(target, source)]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             list(pool.map(copy, pieces))
     return targets
@@ -111,7 +112,7 @@ def _pieces(target: Array, source: Array) -> list[tuple[Array, Array]]:
 
 def _allocate(wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Array]:
     """Make aligned arrays: one block of memory for all small ones, one for each of the others."""
-    sizes = [int(np.prod(shape, dtype=np.int64)) * dtype.itemsize for shape, dtype in wanted]
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
     padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     shared = _block(sum(p for p in padded if p < _SMALL))
     out, position = [], 0

@@ -7,16 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 
 from lazymods._errors import describe
-from lazymods._graph import VARIABLE, kind_of
 from lazymods._placeholder import strongly_typed
 
 
 def as_array(value: Any) -> Any:
     """Return an array (or number) as JAX or numpy takes it, or None if it is neither."""
-    if kind_of(value) is VARIABLE:
+    if type(value) is np.ndarray and value.dtype.kind in "biufc":
+        return value
+    if isinstance(value, nnx.Variable):
         value = value.get_raw_value()
     if isinstance(value, (jax.Array, np.ndarray)):
         return value if _is_numeric(value) else None
@@ -29,8 +31,6 @@ def as_array(value: Any) -> Any:
 
 
 def _is_numeric(array: Any) -> bool:
-    if isinstance(array, np.ndarray) and array.dtype.kind in "biufc":
-        return True
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return False
     return jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_

@@ -179,7 +179,7 @@ def write_safetensors(path: Path, arrays: Arrays, aliases: Mapping[str, str]) ->
 
 def write_npz(path: Path, arrays: Arrays, aliases: Mapping[str, str]) -> None:
     """Write an npz archive; dtypes that numpy has no name for go as raw bytes, their names in an entry of its own."""
-    dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.kind == "V"}
+    dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.isbuiltin == 2}
     extras = {key: texts for key, texts in ((DTYPES, dtypes), (ALIASES, aliases)) if texts}
     with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in arrays.items():

@@ -166,6 +166,16 @@ def test_problems_name_the_file_and_both_shapes(tmp_path: Path) -> None:
     )
 
 
+def test_booleans_are_zeros_and_ones(tmp_path: Path) -> None:
+    path = write(tmp_path, mask=np.array([True, False]))
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-2] + b"\x02\x00")
+    model = nnx.Dict(mask=nnx.Variable(jnp.zeros(2, bool)))
+    with pytest.raises(lm.CheckpointError, match=r"w\.safetensors: mask\n  got:    bytes other than 0 and 1"):
+        lm.load(model, path)
+    np.testing.assert_array_equal(np.asarray(model.mask[...]), False)
+
+
 def test_hooks_see_arrays_and_may_rename(tmp_path: Path) -> None:
     layer = lm.LazyLinear(4, rngs=nnx.Rngs(0))
 

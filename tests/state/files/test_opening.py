@@ -1,0 +1,91 @@
+"""Which reader a path gets: by its content, then by its name."""
+
+import os
+import shutil
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoint_files import assert_same, refusal, values, zipped
+from safetensors.numpy import save_file
+
+from lazymods.state.files.opening import open_checkpoint
+
+GOOD = {"x": np.arange(3.0)}
+
+
+@pytest.mark.parametrize("name", ["m.safetensors", "m.dat", "m", "m.bin", "m.npz", "m.index"])
+def test_safetensors_under_any_name(tmp_path: Path, name: str) -> None:
+    save_file(GOOD, tmp_path / name)
+    assert_same(values(tmp_path / name), GOOD)
+
+
+@pytest.mark.parametrize("name", ["m.npz", "m.dat", "m", "m.pt", "m.safetensors"])
+def test_npz_under_any_name(tmp_path: Path, name: str) -> None:
+    with open(tmp_path / name, "wb") as file:
+        np.savez(file, x=GOOD["x"])
+    assert_same(values(tmp_path / name), GOOD)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_torch_under_its_names_only(tmp_path: Path, legacy: bool) -> None:
+    torch = pytest.importorskip("torch", reason="torch is an extra")
+    path = tmp_path / "m.pt"
+    torch.save({"x": torch.arange(3.0, dtype=torch.float64)}, path, _use_new_zipfile_serialization=not legacy)
+    for name in ("m.pth", "m.bin", "m.ckpt", "m.pth.tar"):
+        shutil.copy(path, tmp_path / name)
+        assert_same(values(tmp_path / name), GOOD)
+    for name in ("m.safetensors", "m.dat", "m", "m.tar", "m.pkl"):
+        shutil.copy(path, tmp_path / name)
+        refusal(tmp_path / name, "not run", f"{Path(name).stem}.pt for its name")
+    shutil.copy(path, tmp_path / "m.npz")
+    refusal(tmp_path / "m.npz")
+
+
+def test_links_and_kinds_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(GOOD, tmp_path / "blob")
+    (tmp_path / "m.safetensors").symlink_to("blob")
+    assert_same(values(tmp_path / "m.safetensors"), GOOD)
+    monkeypatch.chdir(tmp_path)
+    for path in ("m.safetensors", Path("m.safetensors"), str(tmp_path / "blob")):
+        assert list(open_checkpoint(path).tensors) == ["x"]
+
+
+def test_no_such_path(tmp_path: Path) -> None:
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for name in ("no.safetensors", "no.pt", "no.index.json", "no", "dangling"):
+        with pytest.raises(FileNotFoundError, match=name):
+            open_checkpoint(tmp_path / name)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refusal(tmp_path / "pipe", "neither a file nor a folder")
+
+
+def test_archives_of_something_else(tmp_path: Path) -> None:
+    for name in ("m.dat", "m.safetensors"):
+        refusal(zipped(tmp_path / name, {"readme.txt": b"hello"}), "a zip archive", "entries that end with .npy")
+    refusal(zipped(tmp_path / "m.npz", {"readme.txt": b"hello"}), "readme.txt")
+    with zipfile.ZipFile(tmp_path / "m.zip", "w"):
+        pass
+    refusal(tmp_path / "m.zip", "a zip archive")
+
+
+def test_names_that_cannot_be_printed(tmp_path: Path) -> None:
+    path = tmp_path / "m\n\udcff\x1b[1m.safetensors"
+    path.write_bytes(b"")
+    message = refusal(path, named="safetensors")
+    assert message.isprintable() or "\x1b" not in message
+    message.encode()
+
+
+def test_a_refusal_is_in_one_line_however_long_what_it_shows(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    header = '{"' + "a\\n" * 10_000 + '": [' + "1," * 10_000 + "1]}"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    message = refusal(path)
+    assert len(message) < 1000
+    assert len(message.splitlines()) == 4
