@@ -34,6 +34,7 @@ from lazymods.state.files.stored import (
     read_json,
     refuse,
 )
+from lazymods.state.transfer import empty
 
 MAX_METADATA_BYTES = 100_000_000
 """The longest description of a tree that is read."""
@@ -239,11 +240,11 @@ def _spec(folder: Path, name: str, options: Mapping[str, Any]) -> dict[str, Any]
 
 def _tensor(path: Path, name: str, store: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> StoredTensor:
     def read() -> Array:
+        import tensorstore
+
+        array = empty(shape, dtype)  # aligned, so that JAX takes it over as it is
         with _calling_tensorstore(path, name):
-            array = np.asarray(store.read().result())
-        if array.shape != shape or array.dtype != dtype:
-            got = f"{array.dtype.name}{list(array.shape)}"
-            raise refuse(path, got, f"{dtype.name}{list(shape)}", tensor=name)
+            tensorstore.array(array, copy=False, write=True).write(store).result()
         array.flags.writeable = False
         return array
 
