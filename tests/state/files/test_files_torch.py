@@ -63,13 +63,18 @@ def test_a_module_s_own_state_dict(tmp_path: Path, options: dict[str, Any]) -> N
 )
 def test_dtypes(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     dtype = np.dtype(getattr(ml_dtypes, kind, None) or kind)
-    if options and kind in ("uint64", "uint32", "uint16", "float8_e4m3fn", "float8_e5m2"):
-        pytest.skip("PyTorch (2.13) does not read what it writes of these into a stream")
     bits = np.random.default_rng(0).integers(0, 2, 6 * dtype.itemsize).astype(np.uint8)
     value = bits.view(dtype).reshape(2, 3)
     tensor = torch.from_numpy(bits.copy()).view(getattr(torch, kind)).reshape(2, 3)
     path = saved(tmp_path / "m.pt", {"x": tensor, "scalar": tensor[0, 0], "empty": tensor[:0]}, **options)
-    assert_same(values(path), {"x": value, "scalar": value[0, 0], "empty": value[:0]})
+    want = {"x": value, "scalar": value[0, 0], "empty": value[:0]}
+    try:
+        torch.load(path, weights_only=True)
+    except Exception:  # PyTorch 2.13 does not read its own streams of small floats and unsigned integers
+        assert kind in ("uint64", "uint32", "uint16", "float8_e4m3fn", "float8_e5m2") and options
+        refusal(path)
+    else:
+        assert_same(values(path), want)
 
 
 @both
