@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import threading
@@ -17,10 +18,15 @@ from lazymods.state.files.stored import ALIASES, texts_as_array
 
 
 class PendingSave:
-    """A save that goes on in the background: its values are those of the moment when it was begun."""
+    """A save that goes on in the background: its values are those of the moment when it was begun.
+
+    The interpreter does not end before the folder is complete.
+    """
 
     def __init__(self, checkpointer: Any, staging: Path, path: Path) -> None:
         self._error: BaseException | None = None
+        _wait_at_exit()
+        _UNFINISHED.add(self)
         self._thread = threading.Thread(target=self._finish, args=(checkpointer, staging, path), name=f"saving {path}")
         self._thread.start()
 
@@ -47,8 +53,27 @@ class PendingSave:
             Exception: What the save failed with; the old folder is still there.
         """
         self._thread.join()
+        _UNFINISHED.discard(self)
         if self._error is not None:
             raise self._error
+
+
+_UNFINISHED: set[PendingSave] = set()  # what nobody has waited for yet
+
+
+@functools.cache
+def _wait_at_exit() -> None:
+    """Let the interpreter wait for all saves before it ends.
+
+    ``atexit`` comes too late: by then no executor takes work, and Orbax fails. ``threading._register_atexit``, which
+    ``concurrent.futures`` itself uses (seen in Python 3.11 to 3.13), comes before that.
+    """
+    getattr(threading, "_register_atexit")(_wait_for_all)  # noqa: B009 - private, see above
+
+
+def _wait_for_all() -> None:
+    for save in list(_UNFINISHED):
+        save.wait()
 
 
 def begin_orbax(path: Path, arrays: Mapping[str, Any], aliases: Mapping[str, str]) -> PendingSave:

@@ -1,5 +1,8 @@
 """``load``: what it takes, what it says, and what it leaves alone. Formats and layouts have tests of their own."""
 
+import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -224,6 +227,23 @@ def test_a_save_in_the_background_has_the_values_of_its_beginning(tmp_path: Path
     for name, value in lm.state_dict(fresh).items():
         assert_same_bits(value, want[name])
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+SAVES_AND_ENDS = """
+import sys, jax.numpy as jnp, lazymods as lm
+from flax import nnx
+lm.save(nnx.Dict(a=nnx.Param(jnp.ones((64, 64)))), sys.argv[1], wait=False)
+"""
+
+
+def test_the_interpreter_does_not_end_before_the_folder_is_complete(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", SAVES_AND_ENDS, str(tmp_path / "folder")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    model = nnx.Dict(a=nnx.Param(jnp.zeros((64, 64))))
+    lm.load(model, tmp_path / "folder")
+    np.testing.assert_array_equal(np.asarray(model.a[...]), 1.0)
 
 
 def test_an_orbax_folder_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
