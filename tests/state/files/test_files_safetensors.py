@@ -54,7 +54,6 @@ def edited(name: str, **changes: Any) -> bytes:
         np.arange(-3, 3).astype(ml_dtypes.bfloat16),
         np.asarray([True, False]),
         np.arange(3, dtype=np.uint16),
-        np.arange(3).astype(np.complex64),
         np.zeros((1,) * 64, np.int8),
     ],
     ids=lambda v: f"{v.dtype.name}-{v.ndim}d",
@@ -62,6 +61,14 @@ def edited(name: str, **changes: Any) -> bytes:
 def test_what_the_library_writes(tmp_path: Path, value: np.ndarray) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"x": value}, path)
+    assert_same(values(path), {"x": value})
+
+
+def test_complex_numbers(tmp_path: Path) -> None:
+    """Which the library writes from 0.6 on."""
+    value = (np.arange(3) + 2j).astype(np.complex64)
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(pack({"x": {"dtype": "C64", "shape": [3], "data_offsets": [0, 24]}}, value.tobytes()))
     assert_same(values(path), {"x": value})
 
 
