@@ -95,6 +95,16 @@ def bind_equation(equation: Any, inputs: Sequence[Any]) -> Sequence[Any]:
     return out if equation.primitive.multiple_results else [out]
 
 
+def plain_device() -> Any:
+    """Return where operations are executed at once, uncommitted; None in a trace, in a mesh, or if one was chosen.
+
+    Reads ``jax.config.jax_default_device`` and ``jax._src.mesh.get_abstract_mesh``.
+    """
+    here = core.trace_ctx.trace is core.eval_trace and mesh_lib.get_abstract_mesh().empty
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return jax.local_devices()[0] if here and default is None else None
+
+
 def counted(count: Any, draws: int) -> Any:
     """Return ``count + draws`` for the counter of a random stream, made on the host where that is the same.
 
@@ -102,11 +112,9 @@ def counted(count: Any, draws: int) -> Any:
     that is bound to no device, if programs run where it is (``jax._src.interpreters.pxla.batched_device_put``).
     """
     array = isinstance(count, jax.Array) and not isinstance(count, core.Tracer)
-    here = core.trace_ctx.trace is core.eval_trace and mesh_lib.get_abstract_mesh().empty
-    if array and here and not count.committed and count.dtype == np.uint32 and not (count.shape or count.weak_type):
-        device = jax.local_devices()[0]
-        default = jax.config.jax_default_device  # type: ignore[attr-defined]
-        if count.devices() == {device} and default is None:
+    device = plain_device()
+    if array and device and not count.committed and count.dtype == np.uint32 and not (count.shape or count.weak_type):
+        if count.devices() == {device}:
             value = np.array((int(np.asarray(count)) + draws) % 2**32, np.uint32)
             return pxla.batched_device_put(count.aval, count.sharding, [value], [device], False)  # type: ignore[arg-type]
     return count + np.uint32(draws)

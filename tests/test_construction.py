@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import assert_same_bits, assert_same_model
+from helpers import assert_same_bits, assert_same_model, raw
 
 import lazymods as lm
 from lazymods import _compat, _graph
@@ -205,3 +205,35 @@ def test_a_hook_on_a_counter_runs() -> None:
         hooked = nnx.RngCount(jnp.uint32(3), tag="default", on_get_value=lambda _, value: value + np.uint32(1))
     for count in (hooked, Later(jnp.uint32(3), tag="default")):
         assert _compat.value_of(count) == count.get_value() == 4
+
+
+# ---------------------------------------------------------------- constants
+
+
+@pytest.fixture
+def compiles() -> Iterator[Any]:
+    """Count the programs that XLA compiles."""
+    names: list[str] = []
+
+    def listen(name: str, duration: float, **kwargs: Any) -> None:
+        names.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield lambda: sum("backend_compile" in name for name in names)
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_zeros_and_ones_compile_nothing(compiles: Any) -> None:
+    layers = [lm.LazyLayerNorm(rngs=nnx.Rngs(0)) for _ in range(3)]
+    before = compiles()
+    for width, layer in zip((137, 139, 149), layers, strict=True):
+        lm.materialize(layer, jax.ShapeDtypeStruct((2, width), jnp.float32))
+    assert compiles() == before
+    jnp.zeros((151, 3))  # as Flax makes them
+    assert compiles() > before
+    for width, layer in zip((137, 139, 149), layers, strict=True):
+        want = nnx.LayerNorm(width, rngs=nnx.Rngs(0))
+        for name, expected in lm.state_dict(want).items():
+            got = lm.state_dict(layer)[name]
+            assert_same_bits(raw(got), raw(expected))
+            assert (got.committed, got.weak_type) == (expected.committed, expected.weak_type)
