@@ -215,8 +215,8 @@ def compiles() -> Iterator[Any]:
     """Count the programs that XLA compiles."""
     names: list[str] = []
 
-    def listen(name: str, duration: float, **kwargs: Any) -> None:
-        names.append(name)
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+        names.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     yield lambda: sum("backend_compile" in name for name in names)
