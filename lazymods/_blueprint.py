@@ -119,6 +119,11 @@ class Blueprint:
     draws: Mapping[str, int]
     values: Mapping[str, Any]
 
+    @functools.cached_property
+    def producers(self) -> Mapping[Any, Any]:
+        """The equation of the program that computes each variable."""
+        return {v: equation for equation in self.program.jaxpr.eqns for v in equation.outvars}
+
     def run(self, slots: Sequence[Slot], keys: Sequence[Any]) -> list[Any]:
         """Compute some of the slots, each equation in the current trace.
 

@@ -7,7 +7,10 @@ jax 0.10.2, 0.11.2, 0.12.0 and flax 0.12.8, 0.12.10, 0.12.12, unless it says oth
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -100,9 +103,8 @@ def plain_device() -> Any:
 
     Reads ``jax.config.jax_default_device`` and ``jax._src.mesh.get_abstract_mesh``.
     """
-    here = core.trace_ctx.trace is core.eval_trace and mesh_lib.get_abstract_mesh().empty
     default = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return jax.local_devices()[0] if here and default is None else None
+    return jax.local_devices()[0] if executing() and default is None else None
 
 
 def counted(count: Any, draws: int) -> Any:
@@ -294,3 +296,177 @@ def inherit_data_names(cls: type) -> None:
     for base in reversed(cls.__mro__):
         names.update(vars(base).get(NODES, {}))
     setattr(cls, NODES, HashableMapping(names, copy=False))
+
+
+# ---------------------------------------------------------------- recording (jax)
+
+
+class _Abstract(core.Tracer):
+    """A value without a value: shape and dtype alone."""
+
+    __slots__ = ()
+
+    def _short_repr(self) -> str:
+        return f"Abstract<{self.aval}>"
+
+
+class _AbstractTrace(core.Trace):
+    """A trace that finds the shapes of every operation as executing it would, and keeps nothing.
+
+    ``jax.eval_shape`` keeps every operation, and goes through all of them each time that somebody asks a tracer for
+    an attribute that it lacks, as ``nnx.BatchNorm`` does twice a call: that is quadratic in the number of layers.
+    """
+
+    __slots__ = ()
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
+        with core.set_current_trace(self):
+            out, effects = primitive.abstract_eval(*map(core.typeof, tracers), **params)
+        made = [_Abstract(self, aval) for aval in (out if primitive.multiple_results else [out])]
+        self.note(primitive, tracers, params, made, effects)
+        return made if primitive.multiple_results else made[0]
+
+    def note(self, primitive: Any, tracers: Any, params: dict[str, Any], made: list[Any], effects: Any) -> None:
+        """See an operation."""
+
+    def stage_value(self, val: Any) -> Any:
+        return val
+
+    def _inside(self, fun: Any, tracers: Any) -> Any:
+        with core.set_current_trace(self):  # executed operation by operation
+            return fun.call_wrapped(*tracers)
+
+    def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
+        return self._inside(fun, tracers)
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **_: Any) -> Any:
+        return self._inside(fun, tracers)
+
+    def process_custom_vjp_call(self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **_: Any) -> Any:
+        return self._inside(fun, tracers)
+
+    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, **params: Any) -> Any:
+        found: list[Any] = []  # a tree of JAX's own
+
+        def bind(*args: Any) -> None:
+            found.append(core.trace_ctx.trace.process_shard_map(primitive, fun, args, **params).map(core.typeof))
+
+        jax.eval_shape(bind, *tracers)
+        return found[0].map(lambda aval: _Abstract(self, aval))
+
+
+class _Recorder(_AbstractTrace):
+    """One that notes the operations: each would be one compiled program."""
+
+    __slots__ = ("operations",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Sequence[Any], dict[str, Any], list[Any]]] = []
+
+    def note(self, primitive: Any, tracers: Any, params: dict[str, Any], made: list[Any], effects: Any) -> None:
+        if effects:
+            raise NotImplementedError(f"{primitive} has effects")
+        self.operations.append((primitive, list(tracers), params, made))
+
+
+def call_abstractly(fun: Callable[..., Any], specs: Any) -> Any:
+    """Find the shapes and dtypes that ``fun`` returns for those of a pytree, as ``jax.eval_shape`` does.
+
+    Subclasses ``jax._src.core.Trace`` and ``Tracer``; calls ``Primitive.abstract_eval``, ``core.set_current_trace``,
+    ``core.typeof`` and ``core.shaped_abstractify``. (jax 0.10.2, 0.11.2 and 0.12.0)
+    """
+
+    def spec(value: Any) -> jax.ShapeDtypeStruct:
+        aval = core.typeof(value)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+    trace = _AbstractTrace()
+    values = jax.tree.map(lambda x: _Abstract(trace, core.shaped_abstractify(x)), specs)
+    try:
+        with core.set_current_trace(trace):
+            return jax.tree.map(spec, fun(values))
+    finally:
+        trace.invalidate()
+
+
+def recorded(fun: Callable[[Any], Any], dtype: Any) -> tuple[Any, Any, list[tuple[Any, Sequence[Any], Any, list[Any]]]]:
+    """Call ``fun`` with a scalar that has no value, and note which programs executing it would run, one by one.
+
+    ``jax.make_jaxpr`` does not tell: it takes ``jax.jit(..., inline=True)`` apart. Subclasses ``jax._src.core.Trace``
+    and ``Tracer``; calls ``Primitive.abstract_eval`` and ``jax._src.core.typeof``. (jax 0.10.2 and 0.12.0)
+
+    Returns:
+        The scalar, what ``fun`` returned, and of every operation primitive, inputs, parameters and outputs.
+    """
+    trace = _Recorder()
+    scalar = _Abstract(trace, core.ShapedArray((), dtype))
+    with core.set_current_trace(trace):
+        out = fun(scalar)
+    trace.invalidate()
+    return scalar, out, trace.operations
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value is a tracer (``jax._src.core.Tracer``)."""
+    return isinstance(value, core.Tracer)
+
+
+def dtype_of(value: Any) -> Any:
+    """Return the dtype that JAX gives a value, also where it is a typed Python scalar (``jax._src.core.typeof``)."""
+    return core.typeof(value).dtype
+
+
+def executing() -> bool:
+    """Whether operations are executed at once, outside of any mesh (``jax._src.mesh.get_abstract_mesh``)."""
+    return core.trace_ctx.trace is core.eval_trace and mesh_lib.get_abstract_mesh().empty
+
+
+@functools.cache
+def threefry_dtype() -> Any:
+    """Return the dtype of threefry keys."""
+    with at_trace(eval_trace()):
+        return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
+
+
+_ONE = (1,)
+
+
+class _OneShape:
+    """Stands for the module ``jax.random``: its samplers draw one element, whatever the shape."""
+
+    @functools.cache  # noqa: B019  there is one instance
+    def __getattr__(self, name: str) -> Any:
+        sample = getattr(jax.random, name)
+        signature = inspect.signature(sample)
+
+        def draw_one(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            bound.arguments["shape"] = _ONE
+            return sample(*bound.args, **bound.kwargs)
+
+        return draw_one
+
+
+_one_shape = _OneShape()
+
+
+@functools.cache
+def _sampling() -> frozenset[Any]:
+    """Code of the initializers of JAX that draw once, at their shape, and multiply by a scalar."""
+    own = jax.nn.initializers
+    made = (own.normal(), own.truncated_normal(), own.uniform(), own.variance_scaling(1.0, "fan_in", "normal"))
+    return frozenset(init.__code__ for init in made)  # type: ignore[attr-defined]
+
+
+def drawing_one(init: Any) -> Callable[..., Any] | None:
+    """Return an initializer of JAX's own as one that draws a single element, with the scalars of the whole shape.
+
+    JAX traces a sampler anew for every shape, for longer than it takes to fill a small layer. None if ``init`` is not
+    one of those. Reads ``__code__``, ``__closure__`` and ``__globals__["random"]`` of the functions in
+    ``jax._src.nn.initializers``. (jax 0.10.2 and 0.12.0)
+    """
+    if getattr(init, "__code__", None) not in _sampling() or "random" not in init.__globals__:
+        return None
+    names = {**init.__globals__, "random": _one_shape}
+    return types.FunctionType(init.__code__, names, init.__name__, init.__defaults__, init.__closure__)

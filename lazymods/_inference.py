@@ -7,13 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from lazymods import _first_call, _graph, _lifecycle
+from lazymods import _compat, _first_call, _graph, _lifecycle
 from lazymods._errors import LazyError, located, relocate
-from lazymods._graph import STATE, dotted
+from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import UninitializedVariable
-from lazymods._recipe import Recipe
+from lazymods._recipe import Recipe, is_key
 from lazymods._report import ShapeReport, report_of
 from lazymods._session import Session, Visit
 from lazymods._snapshot import Snapshot
@@ -42,10 +43,17 @@ def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
         ((32, 4), 212)
     """
     session = Session(model, args, kwargs).run()
-    return report_of(model, session)
+    return report_of(model, session, _plan(session))
 
 
-def materialize(model: nnx.Module, *args: Any, device: Any = None, dtype: Any = None, **kwargs: Any) -> ShapeReport:
+def materialize(
+    model: nnx.Module,
+    *args: Any,
+    device: Any = None,
+    dtype: Any = None,
+    init_backend: str | None = None,
+    **kwargs: Any,
+) -> ShapeReport:
     """Initialize every lazy layer that a call would reach, without running the call.
 
     All or nothing: if a layer fails, the whole model is as it was. Layers that the call does not reach stay lazy
@@ -57,6 +65,8 @@ def materialize(model: nnx.Module, *args: Any, device: Any = None, dtype: Any = 
         device: Where the parameters are made; None: the default device.
         dtype: The dtype that floating-point parameters (``nnx.Param``) get: drawn as usual, then cast. None: each
             layer's own. Statistics keep theirs.
+        init_backend: The platform that draws: ``"cpu"`` gives the same bits from a seed whatever the parameters'
+            device. None: where they are made; there the bits are those that Flax's own layers get.
         **kwargs: Keyword arguments of the call.
 
     Returns:
@@ -65,6 +75,7 @@ def materialize(model: nnx.Module, *args: Any, device: Any = None, dtype: Any = 
     Raises:
         ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
         UninitializedError: If a layer's ``initialize_parameters`` leaves a parameter empty.
+        RuntimeError: If JAX has no backend of the name ``init_backend``.
 
     Example:
         >>> import jax, jax.numpy as jnp, lazymods as lm
@@ -78,49 +89,81 @@ def materialize(model: nnx.Module, *args: Any, device: Any = None, dtype: Any = 
     with _lifecycle.LOCK:
         session = Session(model, args, kwargs)
         snapshot = Snapshot(*session.roots)
-        place = contextlib.nullcontext() if device is None else jax.default_device(device)
+        drawing = device if init_backend is None else jax.local_devices(backend=init_backend)[0]
+        place = contextlib.nullcontext() if drawing is None else jax.default_device(drawing)
         try:
             changed = _set_dtype(model, dtype)
-            report = report_of(model, session.run())
-            slots = [e for e in _graph.entries(model) if _graph.is_placeholder(e.value)]
+            session.run()
+            drawing = _plan(session)
+            report = report_of(model, session, drawing)
+            empty = {e.path for e in _graph.entries(model) if _graph.is_placeholder(e.value)}
             with place:
-                while _finish(model, list(session.visits.values())) and _graph.lazy_nodes(model):
+                while _finish(model, session, drawing) and _graph.lazy_nodes(model):
                     changed += _set_dtype(model, dtype)  # of layers that initialize_parameters made
                     session = Session(model, args, kwargs).run()
+                    drawing = _plan(session)
             for variable, recipe in changed:
                 if _graph.is_placeholder(variable):  # not reached: as before
                     variable.set_raw_value(recipe)
-            if device is not None:
-                _commit(slots, device)
+            if drawing is not None:
+                _move(model, empty, device)
         except BaseException:
             snapshot.restore()
             raise
     return report.of_finished(model)
 
 
-def _commit(slots: list[_graph.Entry], device: Any) -> None:
-    """Bind what was made to its device, so that the model's calls run there."""
-    for entry in slots:
-        if not isinstance(entry.value, nnx.Variable) or _graph.is_placeholder(entry.value):
+def _move(model: Any, paths: set[Path], device: Any) -> None:
+    """Bring what was made to its device, bound to it, so that the model's calls run there; None: the default one."""
+    for path, holder, key, value in list(_graph.entries(model)):
+        if path not in paths or _graph.is_placeholder(value):
             continue
-        raw = jax.device_put(entry.value.get_raw_value(), device)
-        entry.value.set_raw_value(raw)
+        raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+        moved = _to_default_device(raw) if device is None else jax.device_put(raw, device)
+        if isinstance(value, nnx.Variable):
+            value.set_raw_value(moved)
+        else:
+            _lifecycle.put(holder, key, moved)
 
 
-def _finish(model: Any, visits: list[Visit]) -> bool:
+def _to_default_device(array: Any) -> Any:
+    """Copy an array, or keys, to where JAX makes arrays; bound to no device, as what is made there."""
+    from lazymods.state import transfer
+
+    device = transfer.default_device()
+    if _compat.is_tracer(array) or array.devices() == {device}:
+        return array
+    if is_key(array):
+        return jax.random.wrap_key_data(_to_default_device(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+    return _compat.device_put([np.asarray(array)], device)[0]
+
+
+def _waiting(session: Session) -> list[Visit]:
+    return [v for v in session.visits.values() if STATE in vars(v.layer)]
+
+
+def _plan(session: Session) -> _lifecycle.Drawing:
+    """Plan the values of the layers that a run reached."""
+    return _lifecycle.plan([(v.layer, v.values) for v in _waiting(session)])
+
+
+def _finish(model: Any, session: Session, drawing: _lifecycle.Drawing) -> bool:
     """Initialize the layers that a run reached; say whether there were any."""
     paths = {id(node): path for path, node in _graph.nodes(model)}
-    waiting = [v for v in visits if STATE in vars(v.layer)]
-    for visit in waiting:
-        if STATE not in vars(visit.layer):  # a layer that wraps it has initialized it
-            continue
-        try:
-            _first_call.finish(visit.layer, visit.args, visit.kwargs, keep_class=_first_call.is_carried(visit.layer))
-        except LazyError as error:
-            path = dotted(paths.get(id(visit.layer), ()))
-            where = located(path, type(visit.layer).__name__)
-            raise relocate(error, lambda p, where=where, path=path: p.where if path in p.where else where) from error
+    waiting = _waiting(session)
+    with _lifecycle.prepared(drawing):
+        for visit in waiting:
+            if STATE in vars(visit.layer):  # else a layer that wraps it has initialized it
+                _finish_layer(visit, dotted(paths.get(id(visit.layer), ())))
     return bool(waiting)
+
+
+def _finish_layer(visit: Visit, path: str) -> None:
+    try:
+        _first_call.finish(visit.layer, visit.args, visit.kwargs, keep_class=_first_call.is_carried(visit.layer))
+    except LazyError as error:
+        where = located(path, type(visit.layer).__name__)
+        raise relocate(error, lambda p: p.where if path in p.where else where) from error
 
 
 def _set_dtype(model: Any, dtype: Any) -> list[tuple[UninitializedVariable, Recipe]]:

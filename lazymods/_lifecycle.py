@@ -11,8 +11,9 @@ object that outlives it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -171,26 +172,139 @@ def _slot_place(layer: Any, path: Path, value: Any) -> str:
 
 def _compute(spec: LayerSpec, blueprint: Blueprint, empty: Mapping[Path, Any]) -> dict[Path, Any]:
     """Run the blueprint for the layer's own placeholders; those tied in from elsewhere know their own way."""
+    own = _own(spec, empty)
+    arrays = {p: v.recipe.make(blueprint.slots[p].shape) for p, v in empty.items() if p not in own}
+    arrays |= _taken(blueprint, own)
+    arrays |= Drawing([(blueprint, {p: v for p, v in own.items() if p not in arrays})]).run()[0]
     groups: list[tuple[Any, list[Path]]] = []
-    arrays = {}
-    for path, variable in empty.items():
-        recipe, slot = variable.recipe, blueprint.slots[path]
-        source = recipe.source
-        if not (isinstance(source, SlotSource) and source.spec == spec and source.path == path):
-            arrays[path] = recipe.make(slot.shape)
+    for path, variable in own.items():
+        if path in arrays:
             continue
         for keys, paths in groups:
-            if keys is recipe.key_source:
+            if keys is variable.recipe.key_source:
                 paths.append(path)
                 break
         else:
-            groups.append((recipe.key_source, [path]))
+            groups.append((variable.recipe.key_source, [path]))
     for _, paths in groups:
         made = blueprint.run([blueprint.slots[p] for p in paths], empty[paths[0]].recipe.keys)
         for path, array in zip(paths, made, strict=True):
             dtype = empty[path].recipe.dtype
             arrays[path] = array if array.dtype == dtype else array.astype(dtype)
     return arrays
+
+
+def _own(spec: LayerSpec, empty: Mapping[Path, Any]) -> dict[Path, Any]:
+    """The placeholders that the layer's own constructor made."""
+    own = {}
+    for path, variable in empty.items():
+        source = variable.recipe.source
+        if isinstance(source, SlotSource) and source.spec == spec and source.path == path:
+            own[path] = variable
+    return own
+
+
+class Drawing:
+    """What the kernels of ``lazymods.init`` compute of the placeholders of some layers.
+
+    Args:
+        layers: Blueprint and placeholders of each.
+    """
+
+    def __init__(self, layers: Sequence[tuple[Blueprint, Mapping[Path, Any]]]) -> None:
+        self.layers = layers
+        self._places = [(i, path) for i, (_, own) in enumerate(layers) for path in own]
+        self._plan = self._planned() if self._places and _compat.executing() else None
+
+    def _planned(self) -> Any:
+        from lazymods import init  # on first use: a model that is loaded never draws
+
+        known: dict[int, Any] = {}
+        requests = []
+        for i, path in self._places:
+            blueprint, own = self.layers[i]
+            recipe = own[path].recipe
+            requests.append(init.request(blueprint, blueprint.slots[path], recipe.keys, recipe.dtype, known))
+        return init.Plan(requests)
+
+    def describe(self) -> tuple[dict[int, str], int]:
+        """Say how each value is made, by the id of its placeholder; and how many kernels draw."""
+        if self._plan is None:
+            return {}, 0
+        said = zip(self._places, self._plan.describe(), strict=True)
+        return {id(self.layers[i][1][path]): text for (i, path), text in said}, len(self._plan.kernels())
+
+    def run(self) -> list[dict[Path, Any]]:
+        """Compute what is known to come out as the layers themselves would make it, by layer and path."""
+        out: list[dict[Path, Any]] = [{} for _ in self.layers]
+        for (i, path), array in zip(self._places, self._plan.fill(), strict=True) if self._plan is not None else ():
+            if array is not None:
+                out[i][path] = array
+        return out
+
+
+# ---------------------------------------------------------------- many layers at once
+
+
+class _Local(threading.local):
+    """What was computed in advance, for the layers that this thread is about to fill."""
+
+    prepared: dict[int, tuple[Any, Any, Any]] | None = None  # by placeholder: itself, its recipe, the value
+
+
+_LOCAL = _Local()
+
+
+def plan(layers: Sequence[tuple[Any, Mapping[str, Any] | None]]) -> Drawing:
+    """Plan the values of many layers together.
+
+    Args:
+        layers: Lazy layers and their inferred constructor arguments. Layers written by hand (None) are left out.
+    """
+    found = [_readable(layer, values) for layer, values in layers if values is not None]
+    with _compat.at_trace(_compat.eval_trace()):
+        return Drawing([f for f in found if f is not None])
+
+
+@contextlib.contextmanager
+def prepared(drawing: Drawing) -> Iterator[None]:
+    """Compute what was planned, for the layers that are filled in the body; nothing is written here."""
+    with _compat.at_trace(_compat.eval_trace()):
+        drawn = drawing.run()
+    values = {}
+    for (_, own), arrays in zip(drawing.layers, drawn, strict=True):
+        values |= {id(own[path]): (own[path], own[path].recipe, array) for path, array in arrays.items()}
+    _LOCAL.prepared = values
+    try:
+        yield
+    finally:
+        _LOCAL.prepared = None
+
+
+def _readable(layer: Any, values: Mapping[str, Any]) -> tuple[Blueprint, dict[Path, Any]] | None:
+    """The blueprint and the placeholders of a layer that was made outside of traces; None for any other."""
+    spec = vars(layer)[STATE].spec
+    if spec is None or spec.modules:
+        return None
+    try:
+        blueprint = spec.blueprint(values, {})
+    except Exception:  # said with more of the context when it is the layer's turn
+        return None
+    held = own_slots(layer, blueprint)
+    own = _own(spec, {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)})
+    return (blueprint, own) if _compat.are_concrete(k for v in own.values() for k in v.recipe.keys) else None
+
+
+def _taken(blueprint: Blueprint, own: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Take what was computed in advance, if it is still what is wanted."""
+    waiting = _LOCAL.prepared if _compat.executing() else None
+    found = {}
+    for path, variable in own.items() if waiting else ():
+        made = waiting.pop(id(variable), None) if waiting else None
+        if made is not None and made[0] is variable and made[1] is variable.recipe:
+            if made[2].shape == blueprint.slots[path].shape:
+                found[path] = made[2]
+    return found
 
 
 def put(holder: Any, key: Any, array: Any) -> None:

@@ -45,7 +45,12 @@ class InitSource:
         dtype = jnp.result_type(float) if dtype is None else dtype
         if self.init is None:
             return jnp.zeros(shape, dtype)
-        return self.init(keys[0] if keys else None, shape, dtype)
+        made = None
+        if keys and _compat.executing():
+            from lazymods.init import call_in_blocks  # on first use: a model that is loaded never draws
+
+            made = call_in_blocks(self.init, keys[0], shape, dtype)
+        return self.init(keys[0] if keys else None, shape, dtype) if made is None else made
 
     def owner(self) -> str:
         """A parameter made by hand belongs to nobody that it knows."""

@@ -16,6 +16,7 @@ from flax import nnx
 from lazymods import _graph, _hooks
 from lazymods._errors import describe_call
 from lazymods._graph import Path, dotted
+from lazymods._lifecycle import Drawing
 from lazymods._placeholder import show_shape
 from lazymods._recipe import PartialShape
 from lazymods._session import CallArguments, Session
@@ -30,12 +31,15 @@ class ParameterShape:
         shape: Its shape, None for an axis that is unknown, or as a whole.
         dtype: Its dtype.
         shared: Whether it is one that an earlier row has too: totals count it once.
+        init: How ``materialize`` makes it: by which initializer, and from which compiled kernel; the value itself
+            where all elements are equal; '' if it has a value, or is made by ``initialize_parameters``.
     """
 
     name: str
     shape: PartialShape | None
     dtype: Any
     shared: bool = False
+    init: str = ""
 
     @property
     def size(self) -> int | None:
@@ -101,12 +105,14 @@ class ShapeReport:
         output: Shapes and dtypes of the model's output, None if it was not called.
         unreached: Dotted paths of the lazy layers that the call does not reach.
         flops: Floating-point operations of the whole call by XLA's cost analysis, None if not asked for.
+        kernels: How many compiled kernels ``materialize`` draws from, whatever the number of shapes.
     """
 
     rows: tuple[LayerRow, ...]
     output: Any
     unreached: tuple[str, ...]
     flops: float | None = None
+    kernels: int = 0
 
     @property
     def total_parameters(self) -> int:
@@ -136,7 +142,16 @@ class ShapeReport:
         """Return the table's heads and rows as texts."""
         heads = ["path", "layer", "input", "inferred", "parameters", "dtype", "count", "bytes"]
         flops = any(row.flops is not None for row in self.rows)
-        return heads + ["FLOPs"] * flops, [_cells(row, flops) for row in self.rows]
+        init = any(p.init for row in self.rows for p in row.parameters)
+        rows = []
+        for row in self.rows:
+            cells = _cells(row)
+            if flops:
+                cells.append("" if row.flops is None else f"{row.flops:,.0f}")
+            if init:
+                cells.append("\n".join(p.init for p in row.parameters))
+            rows.append(cells)
+        return heads + ["FLOPs"] * flops + ["init"] * init, rows
 
     def footer(self) -> str:
         """Return the totals as a line."""
@@ -144,6 +159,8 @@ class ShapeReport:
         parts = [f"total: {self.total_parameters:,} parameters, {_bytes(self.total_bytes)}{at_least}"]
         if self.flops is not None:
             parts.append(f"{self.flops:,.0f} FLOPs")
+        if self.kernels:
+            parts.append(f"{self.kernels} compiled kernel{'s' * (self.kernels > 1)} for all shapes")
         if self.output is not None:
             parts.append(f"output {describe_call((self.output,), {})}")
         if self.unreached:
@@ -181,7 +198,7 @@ def _width(cell: str) -> int:
     return max(len(line) for line in cell.split("\n"))
 
 
-def _cells(row: LayerRow, flops: bool) -> list[str]:
+def _cells(row: LayerRow) -> list[str]:
     parameters = "\n".join(map(str, row.parameters))
     dtypes = "\n".join(str(np.dtype(p.dtype)) for p in row.parameters)
     inferred = ", ".join(f"{k}={v}" for k, v in row.inferred.items())
@@ -189,8 +206,7 @@ def _cells(row: LayerRow, flops: bool) -> list[str]:
     size = "?" if row.nbytes is None else _bytes(row.nbytes)
     layer = f"{row.layer} (lazy)" if row.lazy else row.layer
     inputs = "not reached" if row.inputs is None else row.inputs
-    cells = [row.path or "(model)", layer, inputs, inferred, parameters, dtypes, count, size]
-    return [*cells, "" if row.flops is None else f"{row.flops:,.0f}"] if flops else cells
+    return [row.path or "(model)", layer, inputs, inferred, parameters, dtypes, count, size]
 
 
 def _bytes(n: int) -> str:
@@ -203,13 +219,15 @@ def _bytes(n: int) -> str:
 # ---------------------------------------------------------------- making one
 
 
-def report_of(model: Any, session: Session | None) -> ShapeReport:
+def report_of(model: Any, session: Session | None, drawing: Drawing | None = None) -> ShapeReport:
     """Make the report of an abstract run; of a model that was not run if ``session`` is None.
 
     Args:
         model: The model.
         session: The run.
+        drawing: How the values that are missing will be made.
     """
+    how, kernels = ({}, 0) if drawing is None else drawing.describe()
     visited = {id(v.layer): v for v in session.visits.values()} if session is not None else {}
     known = nnx.merge(*session.ready) if session is not None and session.ready is not None else model
     rows = []
@@ -218,6 +236,9 @@ def report_of(model: Any, session: Session | None) -> ShapeReport:
         lazy = _graph.is_lazy_node(node)
         at = _graph.at(known, path)
         parameters = _in_order(node, list(_own_parameters(node if at is _graph.MISSING else at, seen)))
+        if lazy and how:
+            inits = {e.name: how.get(id(e.value), "") for e in _graph.entries(node)}
+            parameters = tuple(dataclasses.replace(p, init=inits.get(p.name, "")) for p in parameters)
         if not parameters and not lazy:
             continue
         call = session.calls.get(path) if session is not None else None
@@ -238,6 +259,7 @@ def report_of(model: Any, session: Session | None) -> ShapeReport:
         tuple(rows),
         session.output if session is not None else None,
         unreached if session is not None else (),
+        kernels=kernels,
     )
 
 

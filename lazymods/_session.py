@@ -158,7 +158,7 @@ class Session:
             self.ready = self._finish(model)
             return _arrays_only(output)
 
-        self.output = jax.eval_shape(traced, self._arguments.arrays)
+        self.output = _compat.call_abstractly(traced, self._arguments.arrays)
 
     def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

@@ -48,7 +48,7 @@ def transfer(incoming: Sequence[Incoming], advance: Callable[[int], None] | None
         incoming: The arrays.
         advance: Called with the number of bytes, from several threads, whenever some have been copied.
     """
-    device = _default_device()
+    device = default_device()
     on_cpu = device.platform == "cpu"
     ready: list[Array] = [item.value for item in incoming]
     copies = [i for i, item in enumerate(incoming) if not _as_it_lies(item, on_cpu)]
@@ -60,7 +60,8 @@ def transfer(incoming: Sequence[Incoming], advance: Callable[[int], None] | None
     return [placed[i] if i in placed else next(rest) for i in range(len(ready))]
 
 
-def _default_device() -> Any:
+def default_device() -> Any:
+    """Return the device on which JAX makes arrays if none is named."""
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(device, str):
         return jax.local_devices(backend=device)[0]
@@ -79,7 +80,7 @@ def _as_it_lies(item: Incoming, on_cpu: bool) -> bool:
 
 def _copied(items: Sequence[Incoming], advance: Callable[[int], None] | None) -> list[Array]:
     """Copy arrays into new memory, cast on the way."""
-    targets = _allocate([(item.value.shape, np.dtype(item.dtype)) for item in items])
+    targets = allocate([(item.value.shape, np.dtype(item.dtype)) for item in items])
     jobs = [(t, i.value) for t, i in zip(targets, items, strict=True) if t.size]
 
     def copy(pieces: Sequence[tuple[Array, Array]]) -> None:
@@ -110,8 +111,12 @@ def _pieces(target: Array, source: Array) -> list[tuple[Array, Array]]:
     return [(target[cut], source[cut]) for cut in cuts]
 
 
-def _allocate(wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Array]:
-    """Make aligned arrays: one block of memory for all small ones, one for each of the others."""
+def allocate(wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[Array]:
+    """Make new arrays that JAX can take over: one block of memory for all small ones, one for each of the others.
+
+    Args:
+        wanted: Shape and dtype of each.
+    """
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in wanted]
     padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     shared = _block(sum(p for p in padded if p < _SMALL))
@@ -128,7 +133,7 @@ def _allocate(wanted: Sequence[tuple[tuple[int, ...], np.dtype[Any]]]) -> list[A
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return a new array that JAX can take over without a copy."""
-    return _allocate([(shape, dtype)])[0]
+    return allocate([(shape, dtype)])[0]
 
 
 def _block(size: int) -> Array:

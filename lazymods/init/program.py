@@ -1,0 +1,310 @@
+"""From an initializer to a program over elements, if it is one.
+
+An initializer is called once with a key that has no value, and the programs that executing it would run are noted
+(:func:`lazymods._compat.recorded`). It is a program over elements if one of them draws random bits for all
+elements, and the others follow one after the other, each element by element, with scalars for all else. Two
+initializers, or one at two shapes, that differ in nothing but scalars have equal programs: their kernels are the same.
+
+Scalars that were computed on the way, such as the deviation of ``lecun_normal``, are computed here by numpy, and only
+by operations that IEEE 754 defines to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from lazymods import _compat
+from lazymods._recipe import Shape
+
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+UNCHANGED = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_gradient", "device_put"}
+ELEMENTWISE = set(
+    "abs add and bitcast_convert_type ceil clamp convert_element_type div eq erf erf_inv erfc exp exp2 expm1 floor ge "
+    "gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow round rsqrt select_n "
+    "shift_left shift_right_arithmetic shift_right_logical sign sqrt square sub tanh xor".split()
+)
+_EXACT: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "sqrt": np.sqrt,
+}
+
+
+class NotElementwiseError(Exception):
+    """The initializer is no program over elements, or not known to be one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Literal:
+    """A scalar of the program itself, by its bytes: NaN equals NaN, and -0 is not 0."""
+
+    dtype: np.dtype[Any]
+    data: bytes
+
+    @classmethod
+    def of(cls, value: Any, dtype: Any) -> Literal:
+        """Take a scalar, or an array of one element."""
+        array = np.asarray(value, dtype)
+        _require(array.size == 1, "a constant that is no scalar")
+        return cls(array.dtype, array.tobytes())
+
+    @property
+    def value(self) -> Any:
+        """The scalar."""
+        return np.frombuffer(self.data, self.dtype)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One operation; ``inputs`` holds literals and numbers, as :class:`Unit` counts them."""
+
+    primitive: Any
+    params: tuple[tuple[str, Any], ...]
+    inputs: tuple[int | Literal, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What is compiled as one. Its inputs are numbered 0, 1, ..., the results of its steps -1, -2, ...
+
+    Attributes:
+        drawn: Of each input, whether it has a value for each element; the others are scalars.
+        dtypes: The inputs' dtypes.
+        steps: The operations.
+        output: The number of the result.
+        dtype: The result's dtype.
+    """
+
+    drawn: tuple[bool, ...]
+    dtypes: tuple[np.dtype[Any], ...]
+    steps: tuple[Step, ...]
+    output: int
+    dtype: np.dtype[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """A program: the first unit draws, each other one takes what the one before gave.
+
+    Attributes:
+        units: What is compiled; equal for all that differ in scalars alone.
+        scalars: The scalars that each unit takes.
+    """
+
+    units: tuple[Unit, ...]
+    scalars: tuple[tuple[Any, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """The same value for every element."""
+
+    value: Any
+
+
+def read(init: Callable[..., Any], shape: Shape, dtype: Any) -> Drawn | Constant | None:
+    """Read what ``init(key, shape, dtype)`` computes; None if it is no program over elements, or fails."""
+    if init in (jax.nn.initializers.zeros, jax.nn.initializers.ones) or _compat.drawing_one(init) is not None:
+        return _read_cached(init, shape, np.dtype(dtype), bool(jax.config.jax_enable_x64))  # type: ignore[attr-defined]
+    return _read_anew(init, shape, dtype)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read_cached(init: Callable[..., Any], shape: Shape, dtype: Any, x64: bool) -> Drawn | Constant | None:
+    """Read one of JAX's own initializers, which depend on nothing else."""
+    one = _compat.drawing_one(init)
+    made = None if one is None else _read_anew(one, shape, dtype, drawn_shape=(1,))
+    return made or _read_anew(init, shape, dtype)
+
+
+def _read_anew(
+    init: Callable[..., Any], shape: Shape, dtype: Any, drawn_shape: Shape | None = None
+) -> Drawn | Constant | None:
+    result = shape if drawn_shape is None else drawn_shape
+    try:
+        key, out, operations = _compat.recorded(lambda key: init(key, shape, dtype), _compat.threefry_dtype())
+        _require(tuple(out.shape) == result and out.dtype == dtype and not out.aval.weak_type, "another result")
+        return _read(key, out, operations, math.prod(result))
+    except Exception:  # whatever is wrong, the initializer itself says it better
+        return None
+
+
+def cast(made: Drawn | Constant, dtype: Any) -> Drawn | Constant:
+    """Add ``astype(dtype)``, from one float to another."""
+    if isinstance(made, Constant):
+        return Constant(made.value.astype(dtype))
+    params = (("new_dtype", np.dtype(dtype)), ("sharding", None), ("weak_type", False))
+    step = Step(lax.convert_element_type_p, params, (0,))
+    unit = Unit((True,), (made.units[-1].dtype,), (step,), -1, np.dtype(dtype))
+    return Drawn((*made.units, unit), (*made.scalars, ()))
+
+
+# ---------------------------------------------------------------- reading
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise NotElementwiseError(what)
+
+
+def _read(key: Any, out: Any, operations: Sequence[Any], size: int) -> Drawn | Constant:
+    scalars: dict[int, Any] = {}  # values that are the same for every element, by id
+    last: Any = None  # what the last unit gave
+    units: list[Unit] = []
+    taken: list[tuple[Any, ...]] = []
+    for primitive, inputs, params, outputs in operations:
+        _require(len(outputs) == 1, "several results")
+        draws = any(x is key for x in inputs)
+        known = [scalars.get(id(x)) if _compat.is_tracer(x) else np.asarray(x, _compat.dtype_of(x)) for x in inputs]
+        if not draws and all(v is not None for v in known):
+            scalars[id(outputs[0])] = _scalar(primitive, params, known, outputs[0].aval)
+            continue
+        _require(draws == (last is None), "two draws")
+        builder = _UnitBuilder(size)
+        arguments = []
+        for x, value in zip(inputs, known, strict=True):
+            _require(x is key or value is not None or x is last, "a value that is not the last one")
+            arguments.append(_KEY if x is key else builder.add_input(x.dtype if value is None else value.dtype, value))
+        made = builder.operation(primitive, params, arguments, outputs[0].aval)
+        _require(made.drawn and made.size == size and builder.draws == draws, "a result that is not drawn")
+        if builder.steps:
+            units.append(builder.unit(made))
+            taken.append(tuple(builder.scalars))
+        last = outputs[0]
+    if last is not None:
+        _require(out is last, "a result of its own")
+        return Drawn(tuple(units), tuple(taken))
+    return Constant(scalars[id(out)].reshape(())[()])
+
+
+def _scalar(primitive: Any, params: Mapping[str, Any], inputs: Sequence[Any], aval: Any) -> Any:
+    """Compute a scalar as one program on the CPU would: one exact operation, and conversions."""
+    _require(primitive.name in UNCHANGED or aval.size == 1, "an operation on equal elements")
+    if primitive.name in UNCHANGED:
+        return inputs[0]
+    if primitive.name in CALLS:
+        return _scalar_call(params[CALLS[primitive.name]], inputs)
+    if primitive.name == "convert_element_type":
+        value = np.asarray(inputs[0]).astype(params["new_dtype"])
+    else:
+        _require(primitive.name in _EXACT and _is_float(aval.dtype), "an operation that is not exact")
+        with np.errstate(all="raise"):
+            value = np.asarray(_EXACT[primitive.name](*inputs)).astype(aval.dtype)
+    _require(not _is_float(value.dtype) or _is_normal(value), "a number that XLA takes for zero")
+    return value
+
+
+def _scalar_call(closed: Any, inputs: Sequence[Any]) -> Any:
+    jaxpr = closed.jaxpr
+    _require(not jaxpr.constvars, "constants")
+    _require(sum(e.primitive.name in _EXACT for e in jaxpr.eqns) <= 1, "operations that may be fused")
+    env = dict(zip(jaxpr.invars, inputs, strict=True))
+    for equation in jaxpr.eqns:
+        _require(equation.primitive.name not in CALLS, "operations that may be fused")
+        values = [np.asarray(v.val, v.aval.dtype) if hasattr(v, "val") else env[v] for v in equation.invars]
+        env[equation.outvars[0]] = _scalar(equation.primitive, equation.params, values, equation.outvars[0].aval)
+    return env[jaxpr.outvars[0]]
+
+
+def _is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, np.floating)
+
+
+def _is_normal(value: Any) -> bool:
+    """Whether a value is zero, infinite or large enough to have all its digits."""
+    x = float(value.reshape(()))
+    return x == 0 or math.isinf(x) or abs(x) >= float(jnp.finfo(value.dtype).tiny)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """A result within a unit: its number or literal, whether it depends on the draw, and its size; or the key."""
+
+    atom: int | Literal | None
+    drawn: bool
+    size: int
+    dtype: Any
+
+
+_KEY = _Value(None, False, 1, None)
+
+
+class _UnitBuilder:
+    """Flattens one program into steps."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.inputs: list[tuple[bool, np.dtype[Any]]] = []
+        self.scalars: list[Any] = []
+        self.steps: list[Step] = []
+        self.draws = False
+
+    def add_input(self, dtype: Any, scalar: Any) -> _Value:
+        """Add an input, a scalar or (None) what the unit before gave."""
+        drawn = scalar is None
+        if not drawn:
+            self.scalars.append(scalar.reshape(())[()])
+        self.inputs.append((drawn, np.dtype(dtype)))
+        return _Value(len(self.inputs) - 1, drawn, self.size if drawn else 1, dtype)
+
+    def unit(self, made: _Value) -> Unit:
+        """Return what was built."""
+        assert isinstance(made.atom, int)
+        drawn = tuple(d for d, _ in self.inputs)
+        return Unit(drawn, tuple(t for _, t in self.inputs), tuple(self.steps), made.atom, np.dtype(made.dtype))
+
+    def operation(self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[_Value], aval: Any) -> _Value:
+        """Add an operation, or those of the program that it calls."""
+        name = primitive.name
+        if name in CALLS:
+            return self._call(params[CALLS[name]], inputs)
+        if name == "random_bits":
+            _require(inputs[0] is _KEY and not self.draws and aval.size == self.size, "another draw")
+            self.draws = True
+            return self._step(primitive, {"bit_width": params["bit_width"]}, (), True, aval)
+        _require(all(v is not _KEY for v in inputs), "a use of the key")
+        drawn = any(v.drawn for v in inputs)
+        if name in UNCHANGED:
+            _require(len(inputs) == 1 and (not drawn or aval.size == self.size), "another size")
+            _require(name != "reshape" or params.get("dimensions") is None, "a transposition")
+            return dataclasses.replace(inputs[0], size=aval.size)
+        _require(name in ELEMENTWISE, name)
+        _require(aval.size == (self.size if drawn else 1), "an operation on equal elements")
+        return self._step(primitive, params, [v.atom for v in inputs], drawn, aval)
+
+    def _step(self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Any], drawn: bool, aval: Any) -> _Value:
+        _require(params.get("sharding") is None, "a sharding")
+        self.steps.append(Step(primitive, tuple(sorted(params.items())), tuple(inputs)))
+        return _Value(-len(self.steps), drawn, aval.size, aval.dtype)
+
+    def _call(self, closed: Any, inputs: Sequence[_Value]) -> _Value:
+        jaxpr = closed.jaxpr
+        _require(len(jaxpr.outvars) == 1 and not jaxpr.effects, "several results")
+        env: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for v, constant in zip(jaxpr.constvars, closed.consts, strict=True):
+            env[v] = _literal(constant, v.aval)
+
+        def value(v: Any) -> _Value:
+            return _literal(v.val, v.aval) if hasattr(v, "val") else env[v]
+
+        for equation in jaxpr.eqns:
+            _require(len(equation.outvars) == 1, "several results")
+            out = equation.outvars[0]
+            env[out] = self.operation(equation.primitive, equation.params, list(map(value, equation.invars)), out.aval)
+        return value(jaxpr.outvars[0])
+
+
+def _literal(value: Any, aval: Any) -> _Value:
+    return _Value(Literal.of(value, aval.dtype), False, aval.size, aval.dtype)

@@ -1,0 +1,79 @@
+"""Slots of layers, and single values, that are one call of an initializer each, with a key that the host can fold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lazymods._blueprint import Blueprint, Slot, fold_p, init_p
+from lazymods._recipe import Shape
+from lazymods.init.fill import Plan, Request
+from lazymods.init.keys import Key, fold_in, host_value
+from lazymods.init.program import Constant
+
+
+def request(blueprint: Blueprint, slot: Slot, keys: Sequence[Any], dtype: Any, known: dict[int, Any]) -> Request | None:
+    """Describe what computes a slot; None if that is more than an initializer and a change of shape.
+
+    Args:
+        blueprint: The layer's constructor at its sizes.
+        slot: One of its slots.
+        keys: Key and counter of each stream that was given to the constructor.
+        dtype: The dtype that the value gets in the end.
+        known: Values of keys and counters on the host by id, filled as they are met; the arrays must stay alive.
+    """
+    jaxpr = blueprint.program.jaxpr
+    variable = jaxpr.outvars[slot.index]
+    equation = None if hasattr(variable, "val") else blueprint.producers.get(variable)
+    while equation is not None and equation.primitive.name == "reshape" and equation.params["dimensions"] is None:
+        equation = blueprint.producers.get(equation.invars[0])
+    if equation is not None and equation.primitive.name == "broadcast_in_dim":
+        return _full(equation, slot, dtype)
+    if equation is None or equation.primitive is not init_p:
+        return None
+    given = dict(zip(jaxpr.invars, keys, strict=True))
+    value = _on_host(blueprint, equation.invars[0], given, known)
+    key = value if isinstance(value, tuple) else None
+    params = equation.params
+    return Request(params["call"], key, params["shape"], params["dtype"], slot.shape, dtype)
+
+
+def _full(equation: Any, slot: Slot, dtype: Any) -> Request | None:
+    """Describe what ``jnp.zeros`` and the like make in a constructor."""
+    source = equation.invars[0]
+    aval = equation.outvars[0].aval
+    if not hasattr(source, "val") or np.size(source.val) != 1 or aval.weak_type or equation.params["sharding"]:
+        return None
+    value = np.asarray(source.val, source.aval.dtype).reshape(())[()]
+    return Request(Constant(value), None, aval.shape, aval.dtype, slot.shape, dtype)
+
+
+def _on_host(blueprint: Blueprint, variable: Any, given: dict[Any, Any], known: dict[int, Any]) -> Key | int | None:
+    """Compute a key or a counter without JAX; None if it is not one fold after the other."""
+    if hasattr(variable, "val"):
+        return int(variable.val) if variable.aval.dtype == np.uint32 else None
+    if variable in given:
+        array = given[variable]
+        if id(array) not in known:
+            known[id(array)] = host_value(array)
+        return known[id(array)]
+    equation = blueprint.producers.get(variable)
+    if equation is None or not (equation.primitive is fold_p or equation.primitive.name == "add"):
+        return None
+    first, second = (_on_host(blueprint, v, given, known) for v in equation.invars)
+    if not isinstance(second, int):
+        return None
+    if equation.primitive is fold_p:
+        return fold_in(first, second) if isinstance(first, tuple) else None
+    return (first + second) % 2**32 if isinstance(first, int) and variable.aval.dtype == np.uint32 else None
+
+
+def call_in_blocks(init: Callable[..., Any], key: Any, shape: Shape, dtype: Any) -> jax.Array | None:
+    """Return ``init(key, shape, dtype)``; None if that is not known to come out the same in blocks."""
+    data = host_value(key)
+    if not isinstance(data, tuple) or jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        return None
+    return Plan([Request(init, data, shape, np.dtype(dtype), shape, np.dtype(dtype))]).fill()[0]

@@ -1,0 +1,74 @@
+"""What infer_shapes shows is the plan by which materialize makes the values."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from helpers import assert_same_bits, spec
+from jax.nn import initializers as I  # noqa: N812
+
+import lazymods as lm
+
+
+def model() -> Any:
+    return nnx.Sequential(
+        lm.LazyLinear(30, rngs=nnx.Rngs(0)),
+        lm.LazyLinear(50, kernel_init=I.normal(), bias_init=I.constant(0.5), rngs=nnx.Rngs(1)),
+        lm.LazyLinear(70, kernel_init=I.orthogonal(), rngs=nnx.Rngs(2)),
+        lm.LazyLinear(90, kernel_init=I.he_normal(), rngs=nnx.Rngs(3)),
+    )
+
+
+def test_each_parameter_says_how_it_is_made() -> None:
+    report = lm.infer_shapes(model(), spec(2, 4))
+    assert [[p.init for p in row.parameters] for row in report.rows] == [
+        ["variance_scaling, kernel 1", "0.0"],
+        ["normal, kernel 2", "0.5"],
+        ["orthogonal", "0.0"],
+        ["variance_scaling, kernel 1", "0.0"],
+    ]
+    assert report.kernels == 2
+    text = str(report)
+    assert "variance_scaling, kernel 1" in text and "2 compiled kernels for all shapes" in text
+
+
+def test_materialize_returns_the_plan_that_it_followed() -> None:
+    expected = lm.infer_shapes(model(), spec(2, 4))
+    done = lm.materialize(model(), spec(2, 4))
+    assert [r.parameters for r in done.rows] == [r.parameters for r in expected.rows]
+    assert done.kernels == expected.kernels
+
+
+def test_what_has_a_value_is_not_planned() -> None:
+    ready = model()
+    lm.materialize(ready, spec(2, 4))
+    report = lm.infer_shapes(ready, spec(2, 4))
+    assert {p.init for row in report.rows for p in row.parameters} == {""}
+    assert report.kernels == 0 and "init" not in report.cells()[0] and "kernel" not in report.footer()
+
+
+def test_keys_of_another_kind_are_drawn_from_no_kernel() -> None:
+    layer = lm.LazyLinear(3, rngs=nnx.Rngs(jax.random.key(0, impl="rbg")))
+    assert [p.init for p in lm.infer_shapes(layer, spec(2, 4)).rows[0].parameters] == ["variance_scaling", "0.0"]
+
+
+class Scaled(lm.LazyModuleMixin, nnx.Module):
+    """Written by hand."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.w = lm.UninitializedParameter(init=I.lecun_normal(), key=rngs.params())
+
+    def initialize_parameters(self, x: Any) -> None:
+        self.w.materialize((x.shape[-1], 4))
+
+    def __call__(self, x: Any) -> Any:
+        return x @ self.w
+
+
+def test_a_layer_written_by_hand_draws_from_the_kernels_too() -> None:
+    for width in (3, 300):
+        layer = Scaled(rngs=nnx.Rngs(0))
+        layer(jnp.zeros((2, width)))
+        key = nnx.Rngs(0).params()
+        assert_same_bits(layer.w.get_value(), I.lecun_normal()(key, (width, 4), jnp.float32))
