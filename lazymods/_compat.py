@@ -20,7 +20,7 @@ from flax import nnx
 from flax.nnx import graphlib
 from flax.nnx.transforms import iteration
 from flax.typing import HashableMapping
-from jax._src import core
+from jax._src import config, core
 from jax._src import mesh as mesh_lib
 from jax._src.interpreters import pxla
 
@@ -420,6 +420,14 @@ def dtype_of(value: Any) -> Any:
 def executing() -> bool:
     """Whether operations are executed at once, outside of any mesh (``jax._src.mesh.get_abstract_mesh``)."""
     return core.trace_ctx.trace is core.eval_trace and mesh_lib.get_abstract_mesh().empty
+
+
+def kept_when_compiled() -> contextlib.AbstractContextManager[None]:
+    """Let JAX's persistent cache, if the user has switched it on, keep also what is compiled within a second.
+
+    ``jax._src.config.persistent_cache_min_compile_time_secs`` as a context of this thread. (jax 0.10.2 and 0.12.0)
+    """
+    return config.persistent_cache_min_compile_time_secs(0.0)
 
 
 @functools.cache

@@ -93,7 +93,7 @@ class Plan:
         many = MANY[device.platform]
         large = {key for key, blocks in jobs.items() if len(blocks) > many // 8}
         together = tuple(dict.fromkeys(key[0][0] for key in jobs if key in large))
-        with _Sender(device) as sender:
+        with _compat.kept_when_compiled(), _Sender(device) as sender:
             for (units, shared), blocks in jobs.items():
                 rows, drawing = (many, together) if (units, shared) in large else (FEW, units[:1])
                 for i in _run(units, shared, blocks, rows, drawing):
