@@ -89,8 +89,8 @@ def materialize(
     with _lifecycle.LOCK:
         session = Session(model, args, kwargs)
         snapshot = Snapshot(*session.roots)
-        drawing = device if init_backend is None else jax.local_devices(backend=init_backend)[0]
-        place = contextlib.nullcontext() if drawing is None else jax.default_device(drawing)
+        where = device if init_backend is None else jax.local_devices(backend=init_backend)[0]
+        place = contextlib.nullcontext() if where is None else jax.default_device(where)
         try:
             changed = _set_dtype(model, dtype)
             session.run()
@@ -105,7 +105,7 @@ def materialize(
             for variable, recipe in changed:
                 if _graph.is_placeholder(variable):  # not reached: as before
                     variable.set_raw_value(recipe)
-            if drawing is not None:
+            if where is not None:
                 _move(model, empty, device)
         except BaseException:
             snapshot.restore()
@@ -131,7 +131,7 @@ def _to_default_device(array: Any) -> Any:
     from lazymods.state import transfer
 
     device = transfer.default_device()
-    if _compat.is_tracer(array) or array.devices() == {device}:
+    if not isinstance(array, jax.Array) or _compat.is_tracer(array) or array.devices() == {device}:
         return array
     if is_key(array):
         return jax.random.wrap_key_data(_to_default_device(jax.random.key_data(array)), impl=jax.random.key_impl(array))
