@@ -467,6 +467,14 @@ def _sampling() -> frozenset[Any]:
     return frozenset(init.__code__ for init in made)  # type: ignore[attr-defined]
 
 
+def is_jax_initializer(init: Any) -> bool:
+    """Whether an initializer was defined by JAX, so that its result depends on nothing but its arguments.
+
+    By the name of the module, ``jax._src.nn.initializers``. (jax 0.10.2 and 0.12.0)
+    """
+    return getattr(init, "__module__", None) in ("jax._src.nn.initializers", "jax.nn.initializers")
+
+
 def drawing_one(init: Any) -> Callable[..., Any] | None:
     """Return an initializer of JAX's own as one that draws a single element, with the scalars of the whole shape.
 

@@ -43,7 +43,7 @@ def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
         ((32, 4), 212)
     """
     session = Session(model, args, kwargs).run()
-    return report_of(model, session, _plan(session))
+    return report_of(model, session, _plan(session, calling=False))
 
 
 def materialize(
@@ -142,9 +142,9 @@ def _waiting(session: Session) -> list[Visit]:
     return [v for v in session.visits.values() if STATE in vars(v.layer)]
 
 
-def _plan(session: Session) -> _lifecycle.Drawing:
-    """Plan the values of the layers that a run reached."""
-    return _lifecycle.plan([(v.layer, v.values) for v in _waiting(session)])
+def _plan(session: Session, calling: bool = True) -> _lifecycle.Drawing:
+    """Plan the values of the layers that a run reached; ``calling``: initializers of users may be called."""
+    return _lifecycle.plan([(v.layer, v.values) for v in _waiting(session)], calling)
 
 
 def _finish(model: Any, session: Session, drawing: _lifecycle.Drawing) -> bool:

@@ -209,10 +209,11 @@ class Drawing:
 
     Args:
         layers: Blueprint and placeholders of each.
+        calling: Whether initializers of users may be called.
     """
 
-    def __init__(self, layers: Sequence[tuple[Blueprint, Mapping[Path, Any]]]) -> None:
-        self.layers = layers
+    def __init__(self, layers: Sequence[tuple[Blueprint, Mapping[Path, Any]]], calling: bool = True) -> None:
+        self.layers, self._calling = layers, calling
         self._places = [(i, path) for i, (_, own) in enumerate(layers) for path in own]
         self._plan = self._planned() if self._places and _compat.executing() else None
 
@@ -225,7 +226,7 @@ class Drawing:
             blueprint, own = self.layers[i]
             recipe = own[path].recipe
             requests.append(init.request(blueprint, blueprint.slots[path], recipe.keys, recipe.dtype, known))
-        return init.Plan(requests)
+        return init.Plan(requests, self._calling)
 
     def describe(self) -> tuple[dict[int, str], int]:
         """Say how each value is made, by the id of its placeholder; and how many kernels draw."""
@@ -255,15 +256,16 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
-def plan(layers: Sequence[tuple[Any, Mapping[str, Any] | None]]) -> Drawing:
+def plan(layers: Sequence[tuple[Any, Mapping[str, Any] | None]], calling: bool) -> Drawing:
     """Plan the values of many layers together.
 
     Args:
         layers: Lazy layers and their inferred constructor arguments. Layers written by hand (None) are left out.
+        calling: Whether initializers of users may be called.
     """
     found = [_readable(layer, values) for layer, values in layers if values is not None]
     with _compat.at_trace(_compat.eval_trace()):
-        return Drawing([f for f in found if f is not None])
+        return Drawing([f for f in found if f is not None], calling)
 
 
 @contextlib.contextmanager

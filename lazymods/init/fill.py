@@ -18,7 +18,7 @@ from lazymods._recipe import Shape
 from lazymods.init import kernels, samplers
 from lazymods.init.kernels import BLOCK, FEW, MANY
 from lazymods.init.keys import Key
-from lazymods.init.program import Constant, Drawn, Unit, cast, read
+from lazymods.init.program import Constant, Drawn, Run, Unit, cast, read
 from lazymods.state import transfer
 
 _LARGE = 1 << 20  # bytes
@@ -58,11 +58,20 @@ class Plan:
 
     Args:
         requests: The parameters; None for each that only its own layer can make.
+        calling: Whether initializers may be called that are not JAX's, to see what they do. What they did is then
+            what :meth:`fill` does again, so each is called once.
     """
 
-    def __init__(self, requests: Sequence[Request | None]) -> None:
+    def __init__(self, requests: Sequence[Request | None], calling: bool = True) -> None:
         self.requests = requests
-        self.made = {i: m for i, r in enumerate(requests) if r is not None and (m := _made(r)) is not None}
+        self.made: dict[int, Drawn | Constant] = {}
+        self.runs: dict[int, Run] = {}
+        for i, request in enumerate(requests):
+            how = None if request is None else _made(request, calling)
+            if isinstance(how, Run):
+                self.runs[i] = how
+            elif how is not None:
+                self.made[i] = how
 
     def kernels(self) -> tuple[Unit, ...]:
         """Return what has to be compiled to draw; a kernel serves every shape."""
@@ -83,6 +92,8 @@ class Plan:
     def fill(self) -> list[jax.Array | None]:
         """Compute all in one go; None for each that is not known to come out as its initializer would give it."""
         out: list[jax.Array | None] = [None] * len(self.requests)
+        for i, run in self.runs.items():
+            out[i] = _do_again(self.requests[i], run)
         device = _device() if self.made else None
         if device is None:
             return out
@@ -115,9 +126,11 @@ class Plan:
 
 
 def _name(request: Request | None) -> str:
-    """The name of an initializer; those of JAX are functions in functions."""
-    init = None if request is None else getattr(request.init, "func", request.init)
-    return "" if init is None else getattr(init, "__qualname__", type(init).__qualname__).split(".<locals>")[0]
+    """The name of an initializer; JAX's are functions in functions."""
+    init: Any = None if request is None else getattr(request.init, "func", request.init)
+    if _compat.is_jax_initializer(init):
+        return init.__qualname__.partition(".<locals>")[0]
+    return "" if init is None else getattr(init, "__name__", type(init).__name__)
 
 
 class _Sender:
@@ -158,26 +171,42 @@ class _Sender:
 def _device() -> Any:
     """Where operations are executed at once, if bits are drawn there as is known here; else None."""
     config: Any = jax.config
-    if config.jax_disable_jit or config.jax_debug_nans or not config.jax_threefry_partitionable:
+    if (
+        config.jax_disable_jit
+        or config.jax_debug_nans
+        or config.jax_debug_infs
+        or not config.jax_threefry_partitionable
+    ):
         return None
     device = transfer.default_device()
     return device if _compat.executing() and device.platform in MANY else None
 
 
-def _made(request: Request) -> Drawn | Constant | None:
-    size = math.prod(request.shape)
-    if size >= _MOST or math.prod(request.out_shape) != size:
+def _made(request: Request, calling: bool) -> Drawn | Constant | Run | None:
+    init, size = request.init, math.prod(request.shape)
+    if isinstance(init, Constant):
+        made, run = init, None
+    elif size >= _MOST or math.prod(request.out_shape) != size:
         return None
-    init = request.init
-    made = init if isinstance(init, Constant) else read(init, request.shape, request.dtype)
-    if made is None:
+    elif _compat.is_jax_initializer(init) or (calling and request.key is not None):
+        made, run = read(init, request.shape, request.dtype)
+    else:
         return None
     if isinstance(made, Drawn) and (request.key is None or not samplers.are_known(made.units, request.shape)):
-        return None
-    if request.out_dtype == request.dtype:
-        return made
-    floats = all(jnp.issubdtype(d, jnp.floating) for d in (request.dtype, request.out_dtype))
-    return cast(made, request.out_dtype) if floats else None
+        made = None
+    if made is not None and request.out_dtype != request.dtype:
+        floats = all(jnp.issubdtype(d, jnp.floating) for d in (request.dtype, request.out_dtype))
+        made = cast(made, request.out_dtype) if floats else None
+    return made or (run if request.key is not None else None)
+
+
+def _do_again(request: Request | None, run: Run) -> jax.Array:
+    assert request is not None and request.key is not None
+    key = jax.random.wrap_key_data(jnp.asarray(np.array(request.key, np.uint32)), impl="threefry2x32")
+    value = jnp.asarray(run.on(key))
+    if value.shape != request.out_shape:
+        value = value.reshape(request.out_shape)
+    return value.astype(request.out_dtype) if value.dtype != request.out_dtype or value.weak_type else value
 
 
 def _blocks(number: int, key: Key, how: Drawn, buffer: Array) -> Iterator[_Block]:

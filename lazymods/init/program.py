@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,10 +114,41 @@ class Constant:
     value: Any
 
 
-def read(init: Callable[..., Any], shape: Shape, dtype: Any) -> Drawn | Constant | None:
-    """Read what ``init(key, shape, dtype)`` computes; None if it is no program over elements, or fails."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """A run of an initializer: its operations in order.
+
+    Doing them gives what the initializer gives, so it is called once only: one with a state of its own is right, too.
+    """
+
+    key: Any
+    out: Any
+    operations: Sequence[Any]
+
+    def on(self, key: jax.Array) -> Any:
+        """Do the operations, each as executing the initializer would."""
+        values = {id(self.key): key}
+        for primitive, inputs, params, outputs in self.operations:
+            made = primitive.bind(*(values.get(id(x), x) for x in inputs), **params)
+            values |= zip(map(id, outputs), made if primitive.multiple_results else [made], strict=True)
+        return values.get(id(self.out), self.out)
+
+
+class Reading(NamedTuple):
+    """What was read of an initializer: its program over elements, if it is one, and the run that told."""
+
+    program: Drawn | Constant | None
+    run: Run | None
+
+
+_NOTHING = Reading(None, None)
+
+
+def read(init: Callable[..., Any], shape: Shape, dtype: Any) -> Reading:
+    """Read what ``init(key, shape, dtype)`` computes, by calling it where nothing is known of it yet."""
     if init in (jax.nn.initializers.zeros, jax.nn.initializers.ones) or _compat.drawing_one(init) is not None:
-        return _read_cached(init, shape, np.dtype(dtype), bool(jax.config.jax_enable_x64))  # type: ignore[attr-defined]
+        x64 = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+        return Reading(_read_cached(init, shape, np.dtype(dtype), x64), None)
     return _read_anew(init, shape, dtype)
 
 
@@ -125,20 +156,24 @@ def read(init: Callable[..., Any], shape: Shape, dtype: Any) -> Drawn | Constant
 def _read_cached(init: Callable[..., Any], shape: Shape, dtype: Any, x64: bool) -> Drawn | Constant | None:
     """Read one of JAX's own initializers, which depend on nothing else."""
     one = _compat.drawing_one(init)
-    made = None if one is None else _read_anew(one, shape, dtype, drawn_shape=(1,))
-    return made or _read_anew(init, shape, dtype)
+    made = None if one is None else _read_anew(one, shape, dtype, drawn_shape=(1,)).program
+    return made or _read_anew(init, shape, dtype).program
 
 
-def _read_anew(
-    init: Callable[..., Any], shape: Shape, dtype: Any, drawn_shape: Shape | None = None
-) -> Drawn | Constant | None:
+def _read_anew(init: Callable[..., Any], shape: Shape, dtype: Any, drawn_shape: Shape | None = None) -> Reading:
     result = shape if drawn_shape is None else drawn_shape
     try:
         key, out, operations = _compat.recorded(lambda key: init(key, shape, dtype), _compat.threefry_dtype())
-        _require(tuple(out.shape) == result and out.dtype == dtype and not out.aval.weak_type, "another result")
-        return _read(key, out, operations, math.prod(result))
-    except Exception:  # whatever is wrong, the initializer itself says it better
-        return None
+        if np.shape(out) != result or _compat.dtype_of(out) != dtype:
+            return _NOTHING
+    except Exception:  # whatever is wrong, calling it says it better
+        return _NOTHING
+    run = Run(key, out, operations)
+    try:
+        _require(_compat.is_tracer(out) and not out.aval.weak_type, "a result of another kind")
+        return Reading(_read(key, out, operations, math.prod(result)), run)
+    except NotElementwiseError:
+        return Reading(None, run)
 
 
 def cast(made: Drawn | Constant, dtype: Any) -> Drawn | Constant:

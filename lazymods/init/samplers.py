@@ -106,7 +106,7 @@ def _samplers(dtype: np.dtype[Any], x64: bool) -> frozenset[Skeleton]:
 
 
 def _skeletons(sample: Callable[..., Any], dtype: Any) -> set[Skeleton]:
-    made: Any = read(sample, (2,), dtype)
+    made: Any = read(sample, (2,), dtype).program
     return set() if made is None else {skeleton(unit) for unit in made.units}
 
 

@@ -216,23 +216,56 @@ def of_numpy(key: Any, shape: Any, dtype: Any) -> Any:
     return jnp.asarray(np.linspace(0, 1, math.prod(shape)).reshape(shape), dtype)
 
 
+def numpy_itself(key: Any, shape: Any, dtype: Any) -> Any:
+    return np.full(shape, 0.5, dtype)
+
+
 def decided(key: Any, shape: Any, dtype: Any) -> Any:
     return jnp.ones(shape, dtype) if jax.random.uniform(key) > 0.5 else jnp.zeros(shape, dtype)
+
+
+def wrong(key: Any, shape: Any, dtype: Any) -> Any:
+    return jnp.zeros((*shape, 1), dtype)
 
 
 def failing(key: Any, shape: Any, dtype: Any) -> Any:
     raise ValueError("no")
 
 
-OTHERS = [two_draws, transposed, ramp, centred, fused, of_numpy, decided, failing, I.orthogonal(), I.delta_orthogonal()]
+OTHERS = [two_draws, transposed, ramp, centred, fused, of_numpy, numpy_itself, I.orthogonal()]
 UNSTEADY = [lax.erf, lax.logistic, lax.tanh, lax.log]  # at some shape, on some version, they round in another way
 OTHERS += [lambda *a, f=f: f(jax.random.uniform(*a)) for f in UNSTEADY]
 OTHERS += [jax.random.gumbel, jax.random.logistic]  # several operations that round, in one program
 
 
 @pytest.mark.parametrize("init", OTHERS, ids=lambda f: getattr(f, "__qualname__", "partial"))
-def test_everything_else_is_left_to_the_initializer(init: Callable[..., Any]) -> None:
+def test_everything_else_is_done_as_the_initializer_does_it(init: Callable[..., Any]) -> None:
+    dtype = jnp.dtype("float32")
+    plan = Plan([Request(init, (0, 7), (6, 6), dtype, (6, 6), dtype)])
+    assert not plan.made and not plan.kernels()
+    (array,) = plan.fill()
+    assert isinstance(array, jax.Array)
+    assert_same(array, init(jax.random.key(7), (6, 6), dtype), init)
+
+
+@pytest.mark.parametrize("init", [decided, failing, wrong, I.delta_orthogonal()])
+def test_what_cannot_be_recorded_is_left_to_the_initializer(init: Callable[..., Any]) -> None:
     assert in_blocks(init, [(6, 6)], jnp.dtype("float32")) == [None]
+
+
+def test_an_initializer_with_a_state_of_its_own_is_called_once() -> None:
+    for draw in (lambda rng, key, shape: rng.normal(size=shape), lambda rng, key, shape: float(rng.normal())):
+        calls = []
+
+        def init(key: Any, shape: Any, dtype: Any, rng: Any, draw: Any = draw, calls: Any = calls) -> Any:
+            calls.append(shape)
+            return jax.random.normal(key, shape, dtype) * jnp.asarray(draw(rng, key, shape), dtype)
+
+        got = in_blocks(functools.partial(init, rng=np.random.default_rng(3)), [(5, 6), (7, 8)], jnp.dtype("float32"))
+        assert calls == [(5, 6), (7, 8)]
+        rng = np.random.default_rng(3)
+        for array, shape in zip(got, calls[:2], strict=True):
+            assert_same(array, init(KEY, shape, jnp.float32, rng=rng), shape)
 
 
 def test_left_alone_where_bits_are_drawn_in_another_way() -> None:

@@ -72,3 +72,18 @@ def test_a_layer_written_by_hand_draws_from_the_kernels_too() -> None:
         layer(jnp.zeros((2, width)))
         key = nnx.Rngs(0).params()
         assert_same_bits(layer.w.get_value(), I.lecun_normal()(key, (width, 4), jnp.float32))
+
+
+def test_looking_at_the_plan_calls_no_initializer_of_a_user() -> None:
+    calls = []
+
+    def init(key: Any, shape: Any, dtype: Any) -> Any:
+        calls.append(shape)
+        return jax.random.normal(key, shape, dtype) @ jnp.eye(shape[1], dtype=dtype)
+
+    layer = lm.LazyLinear(30, kernel_init=init, rngs=nnx.Rngs(0))
+    report = lm.infer_shapes(layer, spec(2, 4))
+    assert calls == [] and report.rows[0].parameters[0].init == "init"
+    lm.materialize(layer, spec(2, 4))
+    assert calls == [(4, 30)]
+    assert_same_bits(layer.kernel.get_value(), init(nnx.Rngs(0).params(), (4, 30), jnp.float32))
