@@ -22,6 +22,7 @@ from lazymods._placeholder import UninitializedVariable as UninitializedVariable
 from lazymods.nn import *  # noqa: F403  the names of lazymods.nn are public here as well
 
 if TYPE_CHECKING:
+    from lazymods import lazytensor as lazytensor
     from lazymods._hooks import RemovableHandle as RemovableHandle
     from lazymods._hooks import register_forward_hook as register_forward_hook
     from lazymods._hooks import register_forward_pre_hook as register_forward_pre_hook
@@ -36,6 +37,18 @@ if TYPE_CHECKING:
     from lazymods._report import ParameterShape as ParameterShape
     from lazymods._report import ShapeReport as ShapeReport
     from lazymods._report import summary as summary
+    from lazymods.compile.arguments import ArgumentError as ArgumentError
+    from lazymods.compile.cache import CacheInfo as CacheInfo
+    from lazymods.compile.cache import set_cache_size as set_cache_size
+    from lazymods.compile.explain import Explanation as Explanation
+    from lazymods.compile.explain import explain as explain
+    from lazymods.compile.export import export as export
+    from lazymods.compile.function import JitFunction as JitFunction
+    from lazymods.compile.function import jit as jit
+    from lazymods.compile.lowering import Lowered as Lowered
+    from lazymods.compile.lowering import lower as lower
+    from lazymods.compile.metrics import metrics as metrics
+    from lazymods.compile.persistent import set_compilation_cache as set_compilation_cache
     from lazymods.state import LoadResult as LoadResult
     from lazymods.state import load_state_dict as load_state_dict
     from lazymods.state import state_dict as state_dict
@@ -55,6 +68,18 @@ _ON_FIRST_USE = {
     "register_load_state_dict_pre_hook": "lazymods._hooks",
     "register_state_dict_post_hook": "lazymods._hooks",
     "register_state_dict_pre_hook": "lazymods._hooks",
+    "ArgumentError": "lazymods.compile.arguments",
+    "CacheInfo": "lazymods.compile.cache",
+    "Explanation": "lazymods.compile.explain",
+    "JitFunction": "lazymods.compile.function",
+    "explain": "lazymods.compile.explain",
+    "jit": "lazymods.compile.function",
+    "export": "lazymods.compile.export",
+    "Lowered": "lazymods.compile.lowering",
+    "lower": "lazymods.compile.lowering",
+    "metrics": "lazymods.compile.metrics",
+    "set_compilation_cache": "lazymods.compile.persistent",
+    "set_cache_size": "lazymods.compile.cache",
     "LayerRow": "lazymods._report",
     "LazyOptimizer": "lazymods._optimizer",
     "LoadResult": "lazymods.state",
@@ -72,7 +97,12 @@ _ON_FIRST_USE = {
 }
 
 
+_PARTS = ("lazytensor",)  # imported when they are first used, as modules
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return importlib.import_module(f"lazymods.{name}")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
@@ -81,4 +111,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_FIRST_USE})
+    return sorted({*globals(), *_ON_FIRST_USE, *_PARTS})

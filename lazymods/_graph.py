@@ -26,6 +26,7 @@ _PRIVATE = frozenset((STATE, HOOKS, _compat.STATE, _compat.NODES))
 
 class _Local(threading.local):
     session: Any = None  # the _session.Session whose abstract run this thread is in, if any
+    stage: Any = None  # the objects of the lm.jit function that this thread is tracing, if any
 
 
 LOCAL = _Local()

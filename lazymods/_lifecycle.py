@@ -32,6 +32,7 @@ from lazymods._placeholder import (
     show_shape,
 )
 from lazymods._spec import LayerSpec, SlotSource, Template, same_static
+from lazymods.compile.metrics import COUNTS
 
 TRANSIENT = (nnx.Cache, nnx.Intermediate)  # no state dict holds them: a loaded layer starts with new ones
 LOCK = threading.RLock()  # one initialization at a time, in whatever thread
@@ -335,6 +336,8 @@ def settle(layer: Any, blueprint: Blueprint | None, *, keep_class: bool = False)
         merge_attributes(layer, blueprint)
     del vars(layer)[STATE]
     _compat.forget_data_name(layer, STATE)
+    if _graph.LOCAL.session is None:
+        COUNTS.add(materializations=1)
     if not keep_class:
         finish_class(layer)
 

@@ -1,0 +1,139 @@
+"""Private names of jax and flax that ``lm.jit`` needs; kept beside ``_compat``, which would be too long with them.
+
+Each entry names what it reaches for. Seen to work: jax 0.10.2, 0.12.0 and flax 0.12.8, 0.12.12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import nnx
+from flax.nnx import tracers
+from jax._src import config, core, source_info_util
+from jax._src.array import ArrayImpl
+from jax._src.random.prng import PRNGKeyArray, random_wrap
+from jax.extend.core import get_opaque_trace_state
+
+from lazymods._compat import STATE
+
+ARRAY: type = ArrayImpl  # the class of arrays that have values, ``jax._src.array.ArrayImpl``
+KEY: type = PRNGKeyArray  # the class of arrays of typed keys, ``jax._src.random.prng.PRNGKeyArray``
+
+TRACE = core.trace_state_strong_ref  # TRACE.value is the trace that operations go to: half the price of trace_ctx
+EVAL = core.eval_trace
+
+
+def trace_context() -> Any:
+    """Return all settings that a trace depends on, hashable (``jax._src.config.trace_context``)."""
+    return config.trace_context()
+
+
+def key_parts(key: Any) -> tuple[Any, Any]:
+    """Return a typed key's data and implementation, without an operation (``_base_array``, ``_impl``)."""
+    return key._base_array, key._impl
+
+
+def wrap_key(data: Any, impl: Any) -> Any:
+    """Make a typed key of data and what :func:`key_parts` returned as its implementation (``random_wrap``)."""
+    return random_wrap(data, impl=impl)
+
+
+def as_input(value: Any) -> Any:
+    """Return a tracer of the current trace for an array that was made outside: a constant of the trace, by identity.
+
+    Calls ``DynamicJaxprTrace.to_jaxpr_tracer``. The array is among the ``consts`` of what ``jax.make_jaxpr`` returns.
+    """
+    return core.trace_ctx.trace.to_jaxpr_tracer(value, source_info_util.current())  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- objects
+
+
+class Watch:
+    """What is true of all objects that are watched: ``mark`` is a new object after every write to one of them."""
+
+    mark: object = object()
+
+
+class _Watched(type(get_opaque_trace_state(convention="nnx"))):
+    """The trace in which an nnx object was born, told when flax is about to write to the object.
+
+    Flax compares it with the current trace before each assignment, to an attribute of an object or to a Variable. It is
+    also the one place of an object where something can be kept that dies with the object, is no attribute,
+    and is in no GraphDef, copy or pickle (flax makes a new one each time).
+    """
+
+    graph: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        Watch.mark = object()
+        return super().__eq__(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def watch(node: Any, graph: Any = None) -> None:
+    """Have writes to an nnx object or Variable noted; keep ``graph`` with it (``TraceState._jax_trace``)."""
+    state = node._trace_state if isinstance(node, nnx.Variable) else vars(node)[STATE]._trace_state
+    before = state._jax_trace
+    if type(before) is not _Watched:
+        state._jax_trace = _Watched(before._trace_ref)
+    if graph is not None:
+        state._jax_trace.graph = graph  # type: ignore[attr-defined]
+
+
+_attribute = object.__getattribute__
+
+
+def attributes(node: Any) -> dict[str, Any]:
+    """Return ``vars(node)`` without asking its class: ``nnx.Optimizer.__getattribute__`` is slow."""
+    return _attribute(node, "__dict__")
+
+
+def kept_graph(node: Any) -> Any:
+    """Return what :func:`watch` keeps with an nnx object; None if there is nothing."""
+    return getattr(_attribute(node, "__dict__")[STATE]._trace_state._jax_trace, "graph", None)
+
+
+def trace_of(node: Any) -> Any:
+    """Return the trace state of an nnx object or Variable, for :func:`set_trace`."""
+    return node._trace_state if isinstance(node, nnx.Variable) else vars(node)[STATE]._trace_state
+
+
+def set_trace(node: Any, state: Any) -> None:
+    """Say in which trace an nnx object or Variable was born (``_trace_state`` of Variable and PytreeState)."""
+    object.__setattr__(node if isinstance(node, nnx.Variable) else vars(node)[STATE], "_trace_state", state)
+
+
+def this_trace() -> Any:
+    """Return a trace state of the current trace (``flax.nnx.tracers.TraceState``)."""
+    return tracers.TraceState()
+
+
+def check_update(node: Any) -> None:
+    """Raise Flax's error if an nnx object or Variable may not be written in the current trace."""
+    if isinstance(node, nnx.Variable):
+        node._check_can_update()
+    elif isinstance(node, nnx.Pytree):
+        node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__!r} from different trace level")
+
+
+def new_state() -> Any:
+    """Return what flax keeps under ``_compat.STATE`` in a new object (``nnx.pytreelib.PytreeState``)."""
+    return nnx.pytreelib.PytreeState()
+
+
+# ---------------------------------------------------------------- Variables
+
+SET_RAW: Callable[[Any, Any], None] = nnx.Variable._raw_value.__set__  # type: ignore[attr-defined]  # the slot itself
+
+
+def set_metadata_dict(variable: Any, metadata: dict[str, Any]) -> None:
+    """Set a Variable's own metadata dict (slot ``_var_metadata``)."""
+    object.__setattr__(variable, "_var_metadata", metadata)
+
+
+def raw_values(variables: Sequence[Any]) -> list[Any]:
+    """Return the values of Variables as they are (slot ``_raw_value``)."""
+    return [v._raw_value for v in variables]

@@ -1,0 +1,430 @@
+"""The private names of jax that recording needs: a trace that notes operations instead of running them.
+
+Seen to work with jax 0.10.2, 0.11.2 and 0.12.0, unless it says otherwise. With :mod:`lazymods._compat` this is the
+only place that touches private names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax._src import api_util, array, config, core, literals, pjit
+from jax._src.interpreters import ad, batching, pxla
+from jax._src.numpy import indexing
+
+# What a function of jax asks of a tracer while it only looks, as jnp.power does at its exponent, is answered with None.
+# These need the value, and would have it if they were executed: (jax 0.10.2, 0.11.2 and 0.12.0)
+_NEEDING: dict[Any, str] = {
+    core.Tracer.__bool__: "bool",  # of a tracer of grad or vmap around a recorded value
+    core.Tracer.__int__: "int",
+    core.Tracer.__index__: "int",
+    core.Tracer.__hex__: "int",
+    core.Tracer.__oct__: "int",
+    core.concrete_or_error: "an argument that has to be known",
+    core.EvalTrace.process_primitive: "an operation that is executed",
+    pjit._run_python_pjit: "an operation that is executed",
+    indexing.NDIndexer.expand_bool_indices: "a boolean index",
+    jax.lax.fori_loop: "the bounds of fori_loop",  # known ones make it a scan, which has a reverse derivative
+}
+_PASSING: tuple[Any, ...] = (
+    core.to_concrete_value,
+    core.is_concrete,
+    core.full_lower,
+    ad.JVPTracer.to_concrete_value,
+    ad.LinearizeTracer.to_concrete_value,
+    ad.JVPTracer.full_lower,
+    ad.LinearizeTracer.full_lower,
+    batching.BatchTracer.full_lower,
+)
+
+
+def _code(function: Any) -> types.CodeType:
+    return inspect.unwrap(function).__code__
+
+
+_needing = {_code(function): reason for function, reason in _NEEDING.items()}
+_passing = frozenset(map(_code, _PASSING))
+
+
+class Recording(Protocol):
+    """What a :class:`Recorder` tells what it sees."""
+
+    def note(self, primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Recorded]:
+        """Note one operation; return its results."""
+        ...
+
+    def constant(self, value: Any) -> Any:
+        """Return what stands for a Python number or a numpy array that becomes an array."""
+        ...
+
+    def value(self, recorded: Recorded, reason: str) -> Any:
+        """Return the value of what was recorded: Python needs it now, for ``reason``; bool and int want it as such."""
+        ...
+
+
+class Recorded(core.Tracer):
+    """A value that was noted and not computed: shape and dtype, and what its recording keeps in ``cell``.
+
+    There is one for a cell; when Python drops it, ``cell.held`` becomes False.
+    """
+
+    __slots__ = ("cell",)
+
+    def __init__(self, trace: Recorder, aval: Any, cell: Any) -> None:
+        self._trace = trace
+        self.aval = aval
+        self.cell = cell
+
+    def __del__(self) -> None:
+        self.cell.held = False
+
+    @property
+    def recording(self) -> Any:
+        """The recording that it belongs to."""
+        return self._trace.recording
+
+    def now(self, reason: str) -> Any:
+        """Return the value.
+
+        Args:
+            reason: What Python does with it.
+
+        Raises:
+            jax.errors.UnexpectedTracerError: The recording has ended, and what it left is no value of its own.
+        """
+        if not self._trace.is_valid():
+            raise core.escaped_tracer_error(self)
+        return self._trace.recording.value(self, reason)
+
+    def _asked(self) -> Any:
+        frame = sys._getframe(2)
+        while frame.f_code in _passing and frame.f_back is not None:
+            frame = frame.f_back
+        return self.now(_needing[frame.f_code]) if frame.f_code in _needing else None
+
+    def to_concrete_value(self) -> Any:
+        """Return the value to those functions of jax that cannot do without (see ``_NEEDING``)."""
+        return self._asked()
+
+    def full_lower(self) -> Any:
+        """Return the value to what is about to execute an operation on it."""
+        value = self._asked()
+        return self if value is None else value
+
+    def __bool__(self) -> bool:
+        core.check_bool_conversion(self)
+        return bool(self.now("bool"))
+
+    def __int__(self) -> int:
+        core.check_scalar_conversion(self)
+        return int(self.now("int"))
+
+    def __index__(self) -> int:
+        core.check_integer_conversion(self)
+        return int(self.now("int"))
+
+    def __float__(self) -> float:
+        core.check_scalar_conversion(self)
+        return float(self.now("float"))
+
+    def __complex__(self) -> complex:
+        core.check_scalar_conversion(self)
+        return complex(self.now("complex"))
+
+    def __hex__(self) -> str:
+        return hex(self.__index__())
+
+    def __oct__(self) -> str:
+        return oct(self.__index__())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        value = np.asarray(self.now("array"), dtype=dtype)
+        return value.copy() if copy else value
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.now("dlpack").__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self.now("dlpack").__dlpack_device__()
+
+    def item(self, *args: Any) -> Any:
+        """Return one element as a Python number."""
+        return self.now("item").item(*args)
+
+    def tolist(self) -> Any:
+        """Return the elements as a list."""
+        return self.now("tolist").tolist()
+
+    def tobytes(self, order: Any = "C") -> bytes:  # type: ignore[override]
+        """Return the elements as bytes."""
+        return self.now("tobytes").tobytes(order)
+
+
+class _SameWorld(weakref.ref[Any]):
+    """A weak reference to the trace in which a recording was begun, in the eyes of flax; to jax another thing.
+
+    flax lets a Variable be changed in the trace in which it was made, and compares weak references to traces. What is
+    recorded is what would be executed, so it is the same world. ``jax.jit`` has such a reference in the key of its
+    compiled programs: there it has to differ, or the operations would be run instead of recorded.
+    """
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if sys._getframe(1).f_code is _TRACE_STATE_EQ:
+            return self() is (other() if isinstance(other, weakref.ref) else None)
+        return self is other
+
+
+_TRACE_STATE_EQ = type(core.get_opaque_trace_state()).__eq__.__code__
+_worlds: weakref.WeakKeyDictionary[Any, _SameWorld] = weakref.WeakKeyDictionary()
+
+
+class Recorder(core.Trace):
+    """A trace that hands every operation to a :class:`Recording`, one by one, as executing them would run them.
+
+    Args:
+        recording: What notes the operations.
+
+    Subclasses ``jax._src.core.Trace``; calls ``Primitive.abstract_eval`` and ``core.typeof``.
+    """
+
+    __slots__ = ("parent", "recording")
+
+    def __init__(self, recording: Any) -> None:
+        super().__init__()
+        self.recording = recording
+        self.parent = core.trace_ctx.trace
+        world = _worlds.get(self.parent)
+        if world is None:
+            world = _worlds.setdefault(self.parent, _SameWorld(self.parent))
+        self._weakref = world
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
+        if config.eager_constant_folding.value and not any(isinstance(x, core.Tracer) for x in tracers):
+            return primitive.bind_with_trace(core.eval_trace, tracers, tuple(map(core.typeof, tracers)), params)
+        made = self.recording.note(primitive, tracers, params)
+        return made if primitive.multiple_results else made[0]
+
+    def stage_value(self, val: Any) -> Any:
+        return val if isinstance(val, jax.Array) else self.recording.constant(val)
+
+    def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
+        with core.set_current_trace(self):  # executed operation by operation, as what follows
+            return fun.call_wrapped(*tracers)
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **_: Any) -> Any:
+        with core.set_current_trace(self):
+            return fun.call_wrapped(*tracers)
+
+    def process_custom_vjp_call(self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **_: Any) -> Any:
+        with core.set_current_trace(self):
+            return fun.call_wrapped(*tracers)
+
+    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
+        made = []
+
+        def staged(*operands: Any) -> list[Any]:
+            made.append(primitive.bind(*operands, subfuns=(fun,), **params))
+            return list(made[0])
+
+        with core.set_current_trace(self):  # one operation: a jitted function of what is mapped
+            out = jax.jit(staged)(*tracers)
+        return made[0].update(out)
+
+
+class _Operations:
+    """A recording that is a list: primitive, inputs, parameters and outputs of each operation."""
+
+    def __init__(self) -> None:
+        self.trace = Recorder(self)
+        self.list: list[tuple[Any, Sequence[Any], dict[str, Any], list[Any]]] = []
+
+    def note(self, primitive: Any, inputs: Any, params: Any) -> list[Recorded]:
+        avals, effects = abstract(primitive, list(map(core.typeof, inputs)), params)
+        if effects:
+            raise NotImplementedError(f"{primitive} has effects")
+        made = [Recorded(self.trace, aval, types.SimpleNamespace()) for aval in avals]
+        self.list.append((primitive, list(inputs), params, made))
+        return made
+
+    def constant(self, value: Any) -> Any:
+        return value
+
+    def value(self, recorded: Recorded, reason: str) -> Any:
+        raise jax.errors.ConcretizationTypeError(recorded)
+
+
+def recorded(fun: Callable[[Any], Any], dtype: Any) -> tuple[Any, Any, list[tuple[Any, Sequence[Any], Any, list[Any]]]]:
+    """Call ``fun`` with a scalar that has no value, and note which programs executing it would run, one by one.
+
+    ``jax.make_jaxpr`` does not tell: it takes ``jax.jit(..., inline=True)`` apart.
+
+    Returns:
+        The scalar, what ``fun`` returned, and of every operation primitive, inputs, parameters and outputs.
+    """
+    operations = _Operations()
+    scalar = Recorded(operations.trace, core.ShapedArray((), dtype), types.SimpleNamespace())
+    with core.set_current_trace(operations.trace):
+        out = fun(scalar)
+    operations.trace.invalidate()
+    return scalar, out, operations.list
+
+
+def at(trace: Any) -> Any:
+    """Return a context in which operations go to ``trace`` (``jax._src.core.set_current_trace``)."""
+    return core.set_current_trace(trace)
+
+
+def current() -> Any:
+    """Return the trace to which operations go, fast (``core.trace_state_strong_ref``)."""
+    return core.trace_state_strong_ref.value
+
+
+def aval_of(value: Any) -> Any:
+    """Return shape, dtype and weak type of a value (``jax._src.core.typeof``)."""
+    return core.typeof(value)
+
+
+def abstract(primitive: Any, avals: Sequence[Any], params: dict[str, Any]) -> tuple[Sequence[Any], Any]:
+    """Return what an operation gives, and its effects (``Primitive.abstract_eval``)."""
+    out, effects = primitive.abstract_eval(*avals, **params)
+    return out if primitive.multiple_results else [out], effects
+
+
+def executed(value: Any) -> Any:
+    """Return a number or a numpy array as an array with a value (``EvalTrace.stage_value``)."""
+    with core.set_current_trace(core.eval_trace):
+        return core.eval_trace.stage_value(value)
+
+
+class Settings:
+    """The settings of jax in which an operation is recorded; equal ones are one object.
+
+    Attributes:
+        context: What jax keeps with an operation (``core.current_jaxpr_eqn_context``).
+    """
+
+    __slots__ = ("_values", "context")
+
+    def __init__(self) -> None:
+        self.context = core.current_jaxpr_eqn_context()
+        self._values = [(setting, setting.value) for setting in _RUNNING]
+
+    def runs_as(self, other: Settings) -> bool:
+        """Whether what is recorded in either can be run together."""
+        return self._values == other._values
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Make them the settings of what is run now."""
+        before = [setting.swap_local(value) for setting, value in self._values]
+        try:
+            yield
+        finally:
+            for (setting, _), value in zip(self._values, before, strict=True):
+                setting.set_local(value)
+
+
+# The settings that matter when a program is run; others have had their effect when its operations were recorded.
+_RUNNING = (config.enable_x64, config.default_device, config.debug_nans, config.debug_infs)
+_last: tuple[Any, Any] = (None, None)
+
+
+@functools.lru_cache(maxsize=64)
+def _settings(_: Any) -> Settings:
+    return Settings()
+
+
+def settings() -> Settings:
+    """Return the settings now (``config.trace_context``, which is what the caches of jax depend on)."""
+    global _last  # a pair that is replaced as one
+    now = (config.trace_context(), config.default_device.value, config.debug_nans.value, config.debug_infs.value)
+    known, found = _last
+    if known != now:
+        found = _settings(now)
+        _last = (now, found)
+    return found
+
+
+def allocates(primitive: Any) -> bool:
+    """Whether an operation makes a mutable reference, which no program can give (``Primitive.ref_allocating``)."""
+    return primitive.ref_allocating
+
+
+@contextlib.contextmanager
+def public_errors() -> Iterator[None]:
+    """Raise what ``jax_debug_nans`` finds as a public error (``api_util.InternalFloatingPointError``)."""
+    try:
+        yield
+    except api_util.InternalFloatingPointError as error:
+        name = error.name.removeprefix("jit(").removesuffix(")")
+        raise FloatingPointError(f"invalid value ({error.ty}) encountered in {name}") from None
+
+
+def put_as(cls: type[Recorded]) -> None:
+    """Let ``jax.device_put`` take recorded values of a class (``pxla.shard_arg_handlers``)."""
+
+    def shard(values: Sequence[Any], *args: Any) -> Any:
+        known = [value.now("device_put") for value in values]
+        return pxla.shard_arg_handlers[type(known[0])](known, *args)
+
+    pxla.shard_arg_handlers[cls] = shard
+
+
+def array_type() -> type:
+    """Return the class of arrays that have a value (``jax._src.array.ArrayImpl``)."""
+    return array.ArrayImpl
+
+
+def is_tracer(value: Any) -> bool:
+    """Whether a value is a tracer (``core.Tracer``)."""
+    return isinstance(value, core.Tracer)
+
+
+_NUMBERS = frozenset({bool, int, float, complex, *literals.typed_scalar_types})
+
+
+def is_number(value: Any) -> bool:
+    """Whether an operand is a Python or numpy scalar (``jax._src.literals`` are how jax passes Python's)."""
+    kind = type(value)
+    if kind in _NUMBERS or kind is array.ArrayImpl:
+        return kind is not array.ArrayImpl
+    return isinstance(value, np.generic) or (isinstance(value, literals.TypedNdArray) and not value.shape)
+
+
+def owned(value: Any) -> Any:
+    """Return an operand as what Python cannot change later: numpy arrays are copied."""
+    if not isinstance(value, (np.ndarray, literals.TypedNdArray)) or is_number(value):
+        return value
+    return executed(value) if core.typeof(value).weak_type else np.array(value)  # numpy has no weak types
+
+
+def bind(primitive: Any, inputs: Sequence[Any], params: dict[str, Any], context: Any) -> Sequence[Any]:
+    """Do an operation that was recorded, with the settings that it was recorded with, in the current trace."""
+    with context.manager:
+        out = primitive.bind(*inputs, **params)
+    return out if primitive.multiple_results else [out]
+
+
+_JAXPRS = tuple({core.Jaxpr, getattr(core, "ClosedJaxpr", core.Jaxpr)})  # one class since jax 0.12
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter is a jaxpr, with constants or without."""
+    return isinstance(value, _JAXPRS)
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Return a jaxpr and its constants (``core.ClosedJaxpr`` has them until jax 0.11, ``core.Jaxpr`` since 0.12)."""
+    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())

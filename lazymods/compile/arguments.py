@@ -1,0 +1,175 @@
+"""The arguments of a call: arrays, nnx objects and static values, anywhere in any pytree."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from lazymods._errors import ConfigurationError, LazyError, Problem, describe
+from lazymods.compile.picture import Picture
+from lazymods.compile.tokens import Kind, kind_of_type
+
+NUMBERS = (int, float, bool, complex, np.generic)
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call, taken apart.
+
+    Attributes:
+        arrays: Arrays and Python numbers, which are inputs of the program.
+        roots: nnx objects.
+        variables: Variables that are arguments themselves.
+        key: How they are arranged, and the static values; hashable.
+        statics: Whether some are static.
+        rebuild: Puts other arrays in the same places: ``rebuild(arrays) -> (args, kwargs)``.
+        names: Returns what each array is called in a message.
+    """
+
+    arrays: list[Any]
+    roots: list[Any]
+    variables: list[Any]
+    key: Hashable
+    statics: bool
+    rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    names: Callable[[], list[str]]
+
+
+def is_input(cls: type) -> bool:
+    """Whether values of a class are arrays or numbers."""
+    return kind_of_type(cls) is Kind.ARRAY or issubclass(cls, NUMBERS)
+
+
+def _is_whole(value: Any) -> bool:
+    return kind_of_type(type(value)) in (Kind.NODE, Kind.VARIABLE)
+
+
+class _Static:
+    """In a tree of arguments, stands for a static value."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Splitter:
+    """Takes the arguments of a function apart.
+
+    Args:
+        function: What will be called with them.
+        static_argnames: Parameters whose values are part of the program.
+
+    Raises:
+        ConfigurationError: If the function has no parameter of that name.
+    """
+
+    def __init__(self, function: Any, static_argnames: tuple[str, ...]) -> None:
+        self.names = static_argnames
+        self.positions: tuple[int, ...] = ()
+        if static_argnames:
+            parameters = inspect.signature(function).parameters
+            missing = [n for n in static_argnames if n not in parameters]
+            if missing and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+                raise ConfigurationError(
+                    Problem(
+                        _name(function),
+                        f"static_argnames={static_argnames!r}",
+                        f"names of its parameters, which are {', '.join(parameters) or 'none'}",
+                        f"lm.jit(..., static_argnames={tuple(n for n in static_argnames if n not in missing)!r})",
+                    )
+                )
+            self.positions = tuple(i for i, n in enumerate(parameters) if n in static_argnames)
+
+    def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        """Take the arguments of a call apart.
+
+        Raises:
+            ArgumentError: If one is neither an array nor an nnx object, and not declared static.
+        """
+        statics: Hashable = ()
+        if self.names:
+            wrapped = [_Static(a) if i in self.positions else a for i, a in enumerate(args)]
+            named = {k: _Static(v) if k in self.names else v for k, v in kwargs.items()}
+            static = [a.value for a in wrapped if type(a) is _Static]
+            static += [kwargs[k] for k in sorted(kwargs) if k in self.names]
+            statics = Picture(static).key
+            args, kwargs = tuple(wrapped), named
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
+        arrays, roots, variables, kinds = [], [], [], []
+        for leaf in leaves:
+            cls = type(leaf)
+            kind = kind_of_type(cls)
+            if kind is Kind.NODE:
+                roots.append(leaf)
+            elif kind is Kind.VARIABLE:
+                variables.append(leaf)
+            elif kind is Kind.ARRAY or isinstance(leaf, NUMBERS):
+                arrays.append(leaf)
+                kind = Kind.ARRAY
+            elif cls is not _Static:
+                self._refuse(args, kwargs, leaf)
+            kinds.append(int(kind) if cls is not _Static else -1)
+        # a treedef compares the nodes' own data with ==; a static argument's value stands in the key by its token
+        key = (treedef, tuple(kinds), statics)
+        rebuild = _Rebuild(leaves, treedef, kinds)
+        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.names)
+
+    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Any) -> None:
+        for path, value in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_whole):
+            if value is leaf:
+                where = path_name(path)
+                raise ArgumentError(
+                    Problem(
+                        where,
+                        f"{describe(leaf)}" if isinstance(leaf, str) else f"a {type(leaf).__name__}",
+                        "arrays, numbers and nnx objects, in any pytree: they are the inputs of the compiled program",
+                        "lm.jit(fn, static_argnames=...) with the parameter's name, if it is part of the program",
+                    )
+                )
+
+
+class ArgumentError(LazyError, TypeError):
+    """An argument of a compiled function is nothing that a program can take."""
+
+
+ArgumentError.__module__ = "lazymods"
+
+
+class _Rebuild:
+    """Puts arrays back into the places of a call's arguments."""
+
+    __slots__ = ("_kinds", "_leaves", "_treedef")
+
+    def __init__(self, leaves: list[Any], treedef: Any, kinds: list[int]) -> None:
+        self._leaves, self._treedef, self._kinds = leaves, treedef, kinds
+
+    def __call__(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        waiting = iter(arrays)
+        leaves = [next(waiting) if k == Kind.ARRAY else v for v, k in zip(self._leaves, self._kinds, strict=True)]
+        args, kwargs = self._treedef.unflatten(leaves)
+        return (
+            tuple(a.value if type(a) is _Static else a for a in args),
+            {k: v.value if type(v) is _Static else v for k, v in kwargs.items()},
+        )
+
+    def names(self) -> list[str]:
+        """Name the arrays, in their order: ``args[0]``, ``x['image']``."""
+        numbered = self._treedef.unflatten(list(range(len(self._leaves))))
+        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+        return [name for name, kind in zip(paths, self._kinds, strict=True) if kind == Kind.ARRAY]
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """Name a place in ``(args, kwargs)``: ``argument 0['image']``, ``argument x``."""
+    where, *rest = path
+    first, rest = rest[0], rest[1:]
+    own = first.idx if where.idx == 0 else first.key
+    return f"argument {own}{jax.tree_util.keystr(tuple(rest))}"
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -1,0 +1,147 @@
+"""What a call passes to a program: from arguments and models to one list of leaves.
+
+The values of a call stand in this order: arrays of the arguments; of each nnx object its Variables, then its other
+arrays; Variables that no nnx object holds. A Variable that several of them share is one leaf, and which ones do is
+part of the structure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lazymods import _compat_jit
+from lazymods._recipe import Recipe
+from lazymods.compile.arguments import Arguments
+from lazymods.compile.captures import Captured
+from lazymods.compile.guards import Graph, graph_of
+from lazymods.compile.picture import Picture
+from lazymods.compile.trace import Place
+
+
+class Binding:
+    """The leaves of one call, and what they are the values of.
+
+    Attributes:
+        leaves: Arrays, in the order above; typed keys as their data.
+        targets: Of each leaf that is no argument: the Variable or :class:`Place` that holds it.
+        places: The numbers of these leaves' values among all values.
+        impls: By number of a leaf: it is a typed key of that implementation.
+        reach: What the function can reach.
+        names: Of each root its graph's name.
+        lazy: Whether something is uninitialized.
+        executing: Whether no trace is running around the call.
+        values: All values; a value that is shared is in it more than once.
+        constants: Arrays that the function reaches as they are.
+        is_simple: Whether all values but the arguments are those of Variables, each in one nnx object.
+    """
+
+    def __init__(self, arguments: Arguments, captured: Captured, executing: bool) -> None:
+        roots = [*arguments.roots, *captured.roots]
+        loose = [*arguments.variables, *captured.variables]
+        self.graphs: list[Graph] = []
+        self.roots = roots
+        values: list[Any] = list(arguments.arrays)
+        targets: list[Any] = []
+        for root in roots:
+            graph, held = graph_of(root, keep=executing)
+            self.graphs.append(graph)
+            values += held
+            targets += graph.variables
+            targets += [Place(*place) for place in graph.writers(root)]
+        for variable in loose:
+            values.append(variable.get_raw_value())
+            targets.append(variable)
+        self.inputs = len(arguments.arrays)
+        self.names = tuple(g.name for g in self.graphs)
+        self.lazy = any(g.lazy for g in self.graphs)
+        self.reach = [*arguments.roots, *arguments.variables, *captured.values]
+        shared = self._share(values, targets)
+        self.executing = executing
+        self.values, self.count = values, len(values)
+        self.is_simple = not loose and not any(g.slots for g in self.graphs) and self.places == list(range(self.count))
+        self.is_simple = self.is_simple and len(set(self.names)) == len(self.names)
+        self._shared = shared
+        self.constants = captured.arrays
+        self._given = (arguments.key, captured.key)
+        self._loose = loose
+
+    @property
+    def key(self) -> Hashable:
+        """The structure of everything, hashable."""
+        return (*self._given, tuple(g.key for g in self.graphs), Picture(self._loose).key, self._shared)
+
+    def quick_key(self, arguments: Arguments) -> Hashable:
+        """Return what tells calls of the very same models apart, cheaper than :attr:`key`; None if nothing does."""
+        if self._loose or self.lazy or not self.executing or len(set(self.names)) != len(self.names):
+            return None
+        return (*self._given, self.names, tuple(map(_kind_of_input, arguments.arrays)))
+
+    def _share(self, values: list[Any], targets: list[Any]) -> Hashable:
+        """Leave out values that are there already; return which those are."""
+        first: dict[Any, int] = {}
+        shared = []
+        self.leaves = values[: self.inputs]
+        self.targets: list[Any] = []
+        self.places: list[int] = list(range(self.inputs))
+        for number, target in enumerate(targets):
+            mark = _mark(target)
+            if mark in first:
+                shared.append((number, first[mark]))
+                continue
+            first[mark] = number
+            value = values[self.inputs + number]
+            if isinstance(value, Recipe):
+                continue
+            self.targets.append(target)
+            self.places.append(self.inputs + number)
+            self.leaves.append(value)
+        self.impls: dict[int, Any] = {}
+        for number, leaf in enumerate(self.leaves):
+            if type(leaf) is _compat_jit.KEY:
+                self.leaves[number], self.impls[number] = _compat_jit.key_parts(leaf)
+        roots: dict[int, int] = {}
+        same_roots = tuple(roots.setdefault(id(r), i) for i, r in enumerate(self.roots))
+        return (tuple(shared), same_roots, self._shared_nodes(), frozenset(self.impls.items()))
+
+    def _shared_nodes(self) -> Hashable:
+        """Which objects are below several roots."""
+        if len(self.graphs) < 2:
+            return ()
+        first: dict[int, int] = {}
+        number, shared = 0, []
+        for graph, root in zip(self.graphs, self.roots, strict=True):
+            for node in (root, *graph.nodes()):
+                if first.setdefault(id(node), number) != number:
+                    shared.append((number, first[id(node)]))
+                number += 1
+        return tuple(shared)
+
+    def signature(self) -> Hashable:
+        """Return what else a program depends on: shapes, dtypes, shardings in types, and the settings of JAX."""
+        flat, treedef = jax.tree.flatten(self.leaves)
+        return treedef, tuple(map(jax.typeof, flat)), _compat_jit.trace_context()
+
+    def numbers_of(self, targets: Sequence[Any]) -> list[int]:
+        """Return which of this call's targets some Variables and places are."""
+        known = {_mark(t): n for n, t in enumerate(self.targets)}
+        return [known[_mark(t)] for t in targets]
+
+
+def _kind_of_input(value: Any) -> Hashable:
+    return value.aval if type(value) is _compat_jit.ARRAY else (type(value), np.shape(value), np.result_type(value))
+
+
+def _mark(target: Any) -> Any:
+    return (id(target.held), target.key) if isinstance(target, Place) else id(target)
+
+
+def write(target: Any, value: Any) -> None:
+    """Let a Variable or place hold a value."""
+    if isinstance(target, Place):
+        target.held[target.key] = value
+    else:
+        _compat_jit.SET_RAW(target, value)

@@ -1,0 +1,102 @@
+"""Functions whose Python decides on the values of arrays: a program for each path, found again by the decisions.
+
+A :class:`BranchingProgram` is called like a :class:`~lazymods.compile.program.Program`, with the body of the present
+call besides: a decision that was not met before runs it once more, on the objects of that call. So it holds no model.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from lazymods import _compat_jit
+from lazymods.compile.metrics import COUNTS
+from lazymods.compile.paths import Paths
+from lazymods.compile.program import OtherSignatureError
+from lazymods.compile.records import Record
+from lazymods.compile.trace import LOCK, Body
+
+# what JAX raises where Python wants a value of a tracer
+DECIDES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+class _Present(threading.local):
+    make_body: Callable[[], Body] | None = None
+
+
+class BranchingProgram:
+    """The paths of a function at one signature.
+
+    Args:
+        leaves: The leaves of a call.
+        targets: The number of the body's targets.
+        max_paths: How many paths there may be.
+        name: What errors call the function.
+        traced: Called after each new path was traced.
+    """
+
+    donated = ()
+    can_be_kept = True
+
+    def __init__(
+        self, leaves: Sequence[Any], targets: int, max_paths: int, name: str, traced: Callable[[], None]
+    ) -> None:
+        self.takes = list(range(targets))
+        self.at = list(self.takes)
+        self.ran = False
+        self._traced = traced
+        self._signature = _signature(leaves)
+        self._present = _Present()
+        self._paths = Paths(self._trace, max_paths, name)
+
+    def __call__(self, leaves: Sequence[Any], make_body: Callable[[], Body]) -> tuple[Record, Sequence[Any]]:
+        """Run the path that the values take.
+
+        Args:
+            leaves: Arrays, or whatever ``jax.jit`` takes for them.
+            make_body: Returns the body of this call, for a path that is not known yet.
+
+        Returns:
+            What to do besides, and the outputs.
+
+        Raises:
+            OtherSignatureError: If the program is for other leaves or another setting.
+            LazyError: If there would be more paths than ``max_paths``.
+        """
+        if _signature(leaves) != self._signature:
+            raise OtherSignatureError
+        self._present.make_body = make_body
+        try:
+            outputs, record = self._paths(leaves)
+        finally:
+            self._present.make_body = None
+        return record, outputs
+
+    def _trace(self, leaves: list[Any]) -> tuple[Sequence[Any], Record]:
+        make_body = self._present.make_body
+        assert make_body is not None  # only a call traces
+        with LOCK:
+            body = make_body()
+            outputs = body(leaves)
+        record = body.record
+        assert record is not None  # the body has run
+        COUNTS.add(traces=1)
+        given = {id(leaf): i for i, leaf in enumerate(leaves)}
+        same = {n: given.get(id(outputs[out.number])) for n, (_, out) in enumerate(record.writes)}
+        unchanged = {n for n, (target, _) in enumerate(record.writes) if same[n] == body.inputs + target}
+        record.passes_on = any(same[n] is not None for n in same.keys() - unchanged)
+        kept = record.drop_writes(unchanged)
+        self._traced()
+        return [outputs[i] for i in kept], record
+
+
+def _signature(leaves: Sequence[Any]) -> Any:
+    flat, treedef = jax.tree.flatten(leaves)
+    return treedef, tuple(map(jax.typeof, flat)), _compat_jit.trace_context()

@@ -1,0 +1,266 @@
+"""What a function reaches besides its arguments: models in closures, defaults, globals, bound objects, containers.
+
+A function's cells and the globals that its code names are read at every call, as Python would. Whatever holds an
+nnx object is looked into; functions, arrays and other containers are compared by identity. Numbers and texts that stand
+alone in a closure or global are constants of the trace, as they are for ``jax.jit``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+from lazymods.compile.tokens import Kind, Same, kind_of, token
+
+_LIBRARIES = sys.stdlib_module_names | {
+    "jax", "jaxlib", "flax", "optax", "numpy", "lazymods", "orbax", "chex", "einops", "torch", "scipy", "sklearn",
+}  # fmt: skip
+_MISSING = object()
+
+
+class Captured(NamedTuple):
+    """What a function reaches at one call.
+
+    Attributes:
+        roots: nnx objects.
+        variables: Variables that no nnx object holds.
+        values: The values as they are held, containers and all.
+        key: Everything else about them, hashable.
+        arrays: Arrays, which are constants of a trace.
+    """
+
+    roots: list[Any]
+    variables: list[Any]
+    values: list[Any]
+    key: Hashable
+    arrays: list[Any]
+
+
+class _Cell(NamedTuple):
+    cell: Any
+
+    def value(self) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # the variable has no value
+            return _MISSING
+
+
+class _Global(NamedTuple):
+    names: dict[str, Any]
+    name: str
+
+    def value(self) -> Any:
+        return self.names.get(self.name, _MISSING)
+
+
+class _Attribute(NamedTuple):
+    owner: Any
+    name: str
+
+    def value(self) -> Any:
+        return getattr(self.owner, self.name, _MISSING)
+
+
+class _Fixed(NamedTuple):
+    held: Any
+
+    def value(self) -> Any:
+        return self.held
+
+
+class Captures:
+    """Reads what a function reaches besides its arguments.
+
+    Args:
+        function: Any callable.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self.sources: list[Any] = []
+        self._functions: set[int] = set()
+        self._seen: set[Any] = set()
+        self._alive: list[Any] = []
+        self._follow(function)
+        self.is_empty = not self.sources
+        self.only_root = None
+        if len(self.sources) == 1 and kind_of(self.sources[0].value()) is Kind.NODE and type(self.sources[0]) is _Fixed:
+            self.only_root = self.sources[0].held
+
+    def read(self) -> Captured:
+        """Return what the function reaches now."""
+        if self.only_root is not None:
+            return Captured([self.only_root], [], [self.only_root], (), [])
+        if not self.sources:
+            return _NOTHING
+        roots: list[Any] = []
+        variables: list[Any] = []
+        values: list[Any] = []
+        tokens: list[Any] = []
+        arrays: list[Any] = []
+        for source in self.sources:
+            value = source.value()
+            kind = kind_of(value)
+            if kind is Kind.NODE:
+                roots.append(value)
+                values.append(value)
+                tokens.append(Kind.NODE)
+            elif kind is Kind.ATOM:  # a number or text of its own is a constant of the trace, as for jax.jit
+                tokens.append(Same(value) if callable(value) else Kind.ATOM)
+            elif kind is Kind.ARRAY:
+                arrays.append(value)
+                tokens.append(token(value))
+            else:
+                found = _Reader()
+                if _holds_model(value, set(), 0):
+                    found.visit(value)
+                    values.append(value)
+                else:
+                    found.tokens.append(Same(value))
+                arrays += found.arrays
+                roots += found.roots
+                variables += found.variables
+                tokens.append(tuple(found.tokens))
+        return Captured(roots, variables, values, tuple(tokens), arrays)
+
+    def _follow(self, function: Any) -> None:
+        """Add what a callable reaches, and what the functions reach that it reaches."""
+        if isinstance(function, types.MethodType):
+            self._add(_Fixed(function.__self__), function.__self__)
+            self._follow(function.__func__)
+        elif isinstance(function, functools.partial):
+            for value in (*function.args, *function.keywords.values()):
+                self._add(_Fixed(value), value)
+            self._follow(function.func)
+        elif isinstance(function, types.FunctionType):
+            if id(function) not in self._functions:
+                self._functions.add(id(function))
+                self._follow_code(function)
+        elif hasattr(function, "__wrapped__"):  # a function of another jit, vmap or the like
+            self._follow(function.__wrapped__)
+        elif kind_of(function) in (Kind.NODE, Kind.OBJECT):
+            self._add(_Fixed(function), function)
+            call = vars(type(function)).get("__call__")
+            if isinstance(call, types.FunctionType) and _is_own(call):
+                self._follow(call)
+
+    def _follow_code(self, function: types.FunctionType) -> None:
+        self._alive.append(function)
+        for cell in function.__closure__ or ():
+            self._add(_Cell(cell), _Cell(cell).value())
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._add(_Fixed(value), value)
+        names = set(_global_names(function.__code__))
+        for name in sorted(names & function.__globals__.keys()):
+            value = function.__globals__[name]
+            self._add(_Global(function.__globals__, name), value)
+            if isinstance(value, (types.ModuleType, type)) and _is_own(value):  # an attribute of it, by name
+                for inner in sorted(names & vars(value).keys()):
+                    self._add(_Attribute(value, inner), getattr(value, inner))
+
+    def _add(self, source: Any, value: Any) -> None:
+        """Add one place where a function finds a value, unless it is known not to change or to matter."""
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            if _is_own(value):
+                self._follow(value)
+            if not isinstance(source, _Cell):
+                return
+        if isinstance(value, (types.ModuleType, type)):
+            return
+        mark = (type(source), id(source[0]), source[1:])
+        if mark not in self._seen:
+            self._seen.add(mark)
+            self.sources.append(source)
+
+
+_NOTHING = Captured([], [], [], (), [])
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+def _is_own(function: Any) -> bool:
+    """Whether a function is the user's, not a library's: those don't reach the user's models by name."""
+    while isinstance(function, (types.MethodType, functools.partial)):
+        if isinstance(function, types.MethodType) and kind_of(function.__self__) is not Kind.ATOM:
+            return True
+        if isinstance(function, functools.partial) and (function.args or function.keywords):
+            return True
+        function = function.__func__ if isinstance(function, types.MethodType) else function.func
+    home = function.__name__ if isinstance(function, types.ModuleType) else getattr(function, "__module__", None)
+    return (home or "").partition(".")[0] not in _LIBRARIES
+
+
+def _parts(value: Any, kind: Kind) -> Any:
+    if kind is Kind.OBJECT:
+        return vars(value).values()
+    if kind is Kind.DICT:
+        return value.values()
+    if kind is Kind.METHOD:
+        return (value.__self__,)
+    if kind is Kind.PARTIAL:
+        return (value.func, value.args, value.keywords)
+    return value if kind in (Kind.TUPLE, Kind.LIST) else ()
+
+
+def _holds_model(value: Any, seen: set[int], depth: int) -> bool:
+    kind = kind_of(value)
+    if kind in (Kind.NODE, Kind.VARIABLE):
+        return True
+    if kind <= Kind.ARRAY or id(value) in seen or depth > 8:
+        return False
+    seen.add(id(value))
+    return any(_holds_model(v, seen, depth + 1) for v in list(_parts(value, kind)))
+
+
+class _Reader:
+    """Reads a container down to the nnx objects in it, which have guards of their own."""
+
+    def __init__(self) -> None:
+        self.roots: list[Any] = []
+        self.variables: list[Any] = []
+        self.arrays: list[Any] = []
+        self.tokens: list[Any] = []
+        self._seen: dict[int, int] = {}
+
+    def visit(self, value: Any) -> None:
+        kind = kind_of(value)
+        if kind is Kind.NODE:
+            self.roots.append(value)
+            self.tokens.append(Kind.NODE)
+        elif kind is Kind.VARIABLE:
+            self.variables.append(value)
+            self.tokens.append(Kind.VARIABLE)
+        elif kind <= Kind.ARRAY:
+            self.tokens.append(token(value))
+            if kind is Kind.ARRAY:
+                self.arrays.append(value)
+        elif id(value) in self._seen:
+            self.tokens.append(self._seen[id(value)])
+        else:
+            self._seen[id(value)] = len(self._seen)
+            parts = list(_parts(value, kind))
+            self.tokens.append((type(value), _names_in(value, kind), len(parts)))
+            for part in parts:
+                self.visit(part)
+
+
+def _names_in(value: Any, kind: Kind) -> Hashable:
+    """Return what a container is besides its parts: names, keys, items of a set, the function of a method."""
+    match kind:
+        case Kind.OBJECT:
+            return tuple(vars(value))
+        case Kind.DICT:
+            return tuple(map(token, value))
+        case Kind.SET:
+            return frozenset(map(token, value))
+        case Kind.METHOD:
+            return Same(value.__func__)
+    return ()

@@ -1,0 +1,78 @@
+"""A function or model as an artifact that runs without Python code of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from lazymods._errors import LazyError, Problem
+from lazymods.compile.lowering import trace_only
+from lazymods.compile.tokens import Kind, kind_of
+
+
+def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), **kwargs: Any) -> bytes:
+    """Serialize a function or module with its state, for any number of platforms.
+
+    The state of every nnx object that it reaches, by argument or otherwise, is part of the artifact. What it would
+    write to that state is not: the artifact is a function of arrays. Nothing is changed.
+
+    Args:
+        fn_or_module: A function, a module, or what :func:`lazymods.jit` returned.
+        *args: Its arguments; ``jax.ShapeDtypeStruct`` will do for arrays, with symbolic sizes too.
+        platforms: What it shall run on: ``cpu``, ``cuda``, ``rocm``, ``tpu``.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        Bytes for ``jax.export.deserialize``. Its ``call`` takes the arguments that are no nnx objects.
+
+    Raises:
+        LazyError: If flatbuffers is not installed, or the function returns an nnx object.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> import lazymods as lm
+        >>> from flax import nnx
+        >>> blob = lm.export(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 3)), platforms=("cpu", "cuda"))
+        >>> jax.export.deserialize(bytearray(blob)).call(jnp.ones((2, 3))).shape
+        (2, 4)
+    """
+    from jax import export as jax_export  # jax imports it on request only
+
+    program, leaves, inputs = trace_only(fn_or_module, args, kwargs)
+    name = getattr(fn_or_module, "__qualname__", None) or type(fn_or_module).__qualname__
+    if not program.record.returns_arrays:
+        raise LazyError(
+            Problem(
+                name,
+                "a function that returns an nnx object",
+                "a function of arrays that returns arrays: an artifact holds no Python objects",
+                "return nnx.state(module), or the arrays themselves",
+            )
+        )
+    record, state = program.record, leaves[inputs:]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        arrays = jax.tree.leaves((args, kwargs))
+        return record.result(program.tape([*arrays, *jax.tree.leaves(state)]))
+
+    args, kwargs = jax.tree.map(_array_or_none, (args, kwargs), is_leaf=_is_whole)
+    args = tuple(a for a in args if jax.tree.leaves(a))
+    kwargs = {k: v for k, v in kwargs.items() if jax.tree.leaves(v)}
+    run.__name__ = name.rpartition(".")[2].replace("<lambda>", "function")
+    exported = jax_export.export(jax.jit(run), platforms=tuple(platforms))(*args, **kwargs)
+    try:
+        return bytes(exported.serialize())
+    except ImportError as error:
+        raise LazyError(
+            Problem(name, "no flatbuffers", "the package in whose format JAX exports", "pip install flatbuffers")
+        ) from error
+
+
+def _is_whole(value: Any) -> bool:
+    return kind_of(value) in (Kind.NODE, Kind.VARIABLE)
+
+
+def _array_or_none(value: Any) -> Any:
+    return None if _is_whole(value) or isinstance(value, (str, type(None))) else value

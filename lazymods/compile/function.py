@@ -1,0 +1,485 @@
+"""``lm.jit``: how a call runs.
+
+The first call at a structure traces the function on the user's own objects (``trace``), compiles it (``program``) and
+keeps the program in the function's cache. Every call then:
+
+1. takes the arguments apart (``arguments``) and reads what the function reaches besides (``captures``);
+2. asks each model's guard whether it is as it was, and for its values (``guards``);
+3. passes them to the program, and writes back what it returns as new values of Variables.
+
+A call like the last one takes the short way, :meth:`JitFunction.__call__`: nothing is hashed, no shape is looked at
+here. Whatever does not fit leads to the long way, which looks for another program or makes one.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gc
+import operator
+import time
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import jax
+from flax import nnx
+
+from lazymods import _compat_jit
+from lazymods._errors import LazyError, Problem, describe
+from lazymods._snapshot import Snapshot
+from lazymods.compile.arguments import Arguments, Splitter, is_input
+from lazymods.compile.binding import Binding, write
+from lazymods.compile.branching import DECIDES, BranchingProgram
+from lazymods.compile.cache import Cache, CacheInfo
+from lazymods.compile.captures import Captures
+from lazymods.compile.explain import Situation, note_path, note_trace, structure_of
+from lazymods.compile.metrics import COUNTS
+from lazymods.compile.picture import Picture
+from lazymods.compile.program import OtherSignatureError, Program, compile_body, getter
+from lazymods.compile.records import Out, Record, Replay
+from lazymods.compile.tokens import Kind, kind_of_type
+from lazymods.compile.trace import LOCK, STAGES, Body, Place
+
+_KEPT_SITUATIONS = 16  # for lm.explain()
+_TRACE, _EVAL = _compat_jit.TRACE, _compat_jit.EVAL
+
+
+class _DecidesError(Exception):
+    """The first call of a lazy model decides on values: it is done in plain Python (private)."""
+
+
+class Plan:
+    """How a program is called: which of a call's values it takes in what order, and where it writes."""
+
+    __slots__ = ("_at", "_writers", "branches", "impls", "order", "program")
+
+    def __init__(self, program: Program | BranchingProgram, call: Binding) -> None:
+        self.program: Any = program
+        self.branches = isinstance(program, BranchingProgram)
+        self._at = program.at
+        order = [*range(call.inputs), *(call.places[call.inputs + program.at[t]] for t in program.takes)]
+        self.order = None if order == list(range(call.count)) else operator.itemgetter(*order, 0)
+        where = {place: number for number, place in enumerate(order)}
+        self.impls = [(where[call.places[n]], impl) for n, impl in call.impls.items() if call.places[n] in where]
+        self._writers: dict[int, Any] = {}
+
+    def leaves(self, values: list[Any]) -> Any:
+        """Return the program's leaves; ``values`` may be changed.
+
+        Raises:
+            OtherSignatureError: If a typed key is none any more.
+        """
+        if self.order is not None:
+            values = list(self.order(values))
+            values.pop()  # an itemgetter of one number would return no tuple
+        for number, impl in self.impls:
+            if type(values[number]) is not _compat_jit.KEY:
+                raise OtherSignatureError
+            values[number], found = _compat_jit.key_parts(values[number])
+            if found is not impl:
+                raise OtherSignatureError
+        return values
+
+    def run(self, values: list[Any], variables: Sequence[Any], make_body: Callable[[], Body]) -> Any:
+        """Run the program for a call that has nothing but Variables; return the record if more is to be done.
+
+        Args:
+            values: All values; may be changed.
+            variables: All Variables.
+            make_body: Returns the body of the call, if it takes a path that is not known.
+        """
+        if self.impls or self.order is not None:
+            values = self.leaves(values)
+        record, outputs = self.program(values, make_body) if self.branches else self.program(values)
+        if not record.is_plain:
+            return record, outputs
+        if record.writes:
+            get_targets, get_outputs = self._writers.get(id(record)) or self._writer(record)
+            _exhaust(map(_compat_jit.SET_RAW, get_targets(variables), get_outputs(outputs)))
+            if record.passes_on:
+                _compat_jit.Watch.mark = object()
+        out = record.out
+        return None, (outputs[out.number] if type(out) is Out else record.result(outputs))
+
+    def _writer(self, record: Record) -> Any:
+        made = getter([self._at[t] for t, _ in record.writes]), getter([out.number for _, out in record.writes])
+        self._writers[id(record)] = made  # the program keeps its records alive
+        return made
+
+
+_exhaust = collections.deque(maxlen=0).extend
+
+
+class Hot:
+    """The call that was last: how to see that another is like it, and its plan.
+
+    Attributes:
+        types: The classes of the arguments, positional ones first.
+        keywords: The names of the keyword arguments.
+        arrays: The arguments that are inputs: all of a slice, or one by one as ``(number, treedef)``; the
+            treedef is None for one that is no pytree.
+        roots: ``(number, graph)`` of each nnx object, the graph weakly; -1 stands for what the function closes over.
+        plan: What to do.
+    """
+
+    __slots__ = ("arrays", "keywords", "plan", "roots", "types")
+
+    def __init__(self, args: tuple[Any, ...], keywords: tuple[str, ...], call: Binding, plan: Plan) -> None:
+        self.types, self.keywords, self.plan = tuple(map(type, args)), keywords, plan
+        graphs = iter(map(weakref.ref, call.graphs))
+        count = len(args) - len(keywords)
+        by_name = sorted(range(count, len(args)), key=lambda n: keywords[n - count])  # as in a pytree
+        inputs: list[tuple[int, Any]] = []
+        self.roots = []
+        for number in (*range(count), *by_name):
+            if kind_of_type(self.types[number]) is Kind.NODE:
+                self.roots.append((number, next(graphs)))
+            else:
+                whole = is_input(self.types[number])
+                inputs.append((number, None if whole else jax.tree.structure(args[number])))
+        self.roots += [(-1, graph) for graph in graphs]
+        start = len(args) - len(inputs)
+        ends = inputs == [(number, None) for number in range(start, len(args))]
+        self.arrays = slice(start, None) if ends else inputs
+
+    def gather(self, args: tuple[Any, ...]) -> list[Any] | None:
+        """Return the inputs among the arguments; None if a pytree is another."""
+        values: list[Any] = []
+        for number, treedef in self.arrays:  # type: ignore[union-attr]
+            if treedef is None:
+                values.append(args[number])
+            else:
+                leaves, found = jax.tree.flatten(args[number])
+                if found != treedef:
+                    return None
+                values += leaves
+        return values
+
+
+class JitFunction:
+    """A function compiled by :func:`lazymods.jit`."""
+
+    def __init__(self, function: Any, donate_state: bool, static_argnames: tuple[str, ...], max_paths: int) -> None:
+        self._function = function
+        self._donate, self.max_paths = donate_state, max_paths
+        self._splitter = Splitter(function, static_argnames)
+        self._captures = Captures(function)
+        self._cache = Cache(self._forget)
+        self._plans: dict[Any, Plan] = {}
+        self._hot: Hot | None = None
+        self._situations: collections.deque[Situation] = collections.deque(maxlen=_KEPT_SITUATIONS)
+        functools.update_wrapper(self, function if hasattr(function, "__name__") else type(function))
+        self.__wrapped__ = function
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Be a method of the class that it is defined in."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __repr__(self) -> str:
+        return f"<lm.jit of {self.name}>"
+
+    @property
+    def name(self) -> str:
+        """The name of the function, or the class of the module."""
+        return getattr(self._function, "__qualname__", None) or type(self._function).__qualname__
+
+    def cache_info(self) -> CacheInfo:
+        """Return how many compiled signatures the function keeps, and how many it may keep."""
+        return self._cache.info()
+
+    # ------------------------------------------------------------ the short way
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function, compiled."""
+        hot = self._hot
+        if hot is None or _TRACE.value is not _EVAL:
+            return self._call(args, kwargs)
+        given = (*args, *kwargs.values()) if kwargs else args
+        if tuple(map(type, given)) != hot.types or tuple(kwargs) != hot.keywords:
+            return self._call(args, kwargs)
+        stages = STAGES.number
+        values = [*given[hot.arrays]] if type(hot.arrays) is slice else hot.gather(given)
+        if values is None:
+            return self._call(args, kwargs)
+        variables: Any = None
+        for number, kept in hot.roots:
+            root = given[number] if number >= 0 else self._captures.only_root
+            graph = kept()
+            if graph is None or graph.root() is not root:
+                return self._call(args, kwargs)
+            held = graph.read(root)
+            if held is None:
+                return self._call(args, kwargs)
+            values += held
+            variables = graph.variables if variables is None else variables + graph.variables
+        if stages != STAGES.number or stages & 1:  # another thread is tracing with these objects, perhaps
+            return self._call(args, kwargs)
+        try:
+            record, out = hot.plan.run(values, variables, lambda: self._body(*self.bind(args, {})))
+        except OtherSignatureError:
+            return self._call(args, kwargs)
+        COUNTS.hits += 1
+        if record is None:
+            return out
+        return self._replay(record, out, self._bind(self._splitter.split(args, kwargs)), hot.plan)
+
+    # ------------------------------------------------------------ the long way
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return self._function(*args, **kwargs)
+        arguments = self._splitter.split(args, kwargs)
+        before: Snapshot | None = None
+        try:
+            with LOCK:
+                call = self._bind(arguments)
+                if call.lazy:
+                    if not call.executing:
+                        return self._function(*args, **kwargs)
+                    before = Snapshot(*call.reach)
+                try:
+                    plan, call = self._plan(arguments, call)
+                except _DecidesError:
+                    return self._function(*args, **kwargs)
+                self._hot = _hot(args, kwargs, arguments, call, plan, self._captures) if call.executing else None
+            try:
+                record, outputs = self._run(plan, call, arguments)
+            except OtherSignatureError:
+                with LOCK:
+                    plan, call = self._plan(arguments, call, exactly=True)
+                record, outputs = self._run(plan, call, arguments)
+            return self._replay(record, outputs, call, plan)
+        except BaseException:
+            if before is not None:
+                before.restore()
+            raise
+
+    def _bind(self, arguments: Arguments) -> Binding:
+        return Binding(arguments, self._captures.read(), _compat_jit.TRACE.value is _compat_jit.EVAL)
+
+    def _plan(self, arguments: Arguments, call: Binding, exactly: bool = False) -> tuple[Plan, Binding]:
+        """Find a program for a call, or make one; making it may initialize layers, so the call may be another then."""
+        quick = call.quick_key(arguments)
+        plan = None if exactly or quick is None else self._plans.get(quick)
+        if plan is not None and plan.program in self._cache:
+            self._cache.touch(plan.program)
+            return plan, call
+        key = (call.key, call.signature())
+        program = None if call.lazy else self._cache.get(key)
+        if program is None:
+            self._note(arguments, call)
+            program, call = self._make_any(arguments, call)
+            key = (call.key, call.signature())
+            quick = call.quick_key(arguments)
+            if program.can_be_kept:
+                self._cache.put(key, program)
+        self._cache.touch(program)
+        plan = Plan(program, call)
+        if quick is not None and program in self._cache:
+            self._plans[quick] = plan
+            if len(self._plans) > 4 * Cache.size:
+                del self._plans[next(iter(self._plans))]
+        return plan, call
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, Binding]:
+        """Take the arguments of a call apart, and find the leaves of its program."""
+        arguments = self._splitter.split(args, kwargs)
+        return arguments, self._bind(arguments)
+
+    def make(self, arguments: Arguments, call: Binding) -> tuple[Program, Binding]:
+        """Trace the function for a call and make its program.
+
+        Returns:
+            The program, and the call: anew, if layers were initialized.
+        """
+        body = self._body(arguments, call)
+        program = compile_body(body, call.leaves, donate=self._donate and call.executing)
+        _check_constants(self.name, program, call)
+        if call.lazy:
+            call = self._bind(arguments)
+        program.at = call.numbers_of([*body.targets, *(target for target, _ in body.adopted)])
+        return program, call
+
+    def _make_any(self, arguments: Arguments, call: Binding) -> tuple[Any, Binding]:
+        """Do what :meth:`make` does; where Python decides on values, the program has a path for each decision."""
+        try:
+            return self.make(arguments, call)
+        except DECIDES as error:
+            if not call.executing:
+                raise
+            if call.lazy:
+                raise _DecidesError from error
+        program = BranchingProgram(call.leaves, len(call.targets), self.max_paths, self.name, self._note_path)
+        program.at = call.numbers_of(call.targets)
+        return program, call
+
+    def _body(self, arguments: Arguments, call: Binding) -> Body:
+        def run(arrays: Sequence[Any]) -> Any:
+            args, kwargs = arguments.rebuild(arrays)
+            return self._function(*args, **kwargs)
+
+        return Body(run, call.reach, call.inputs, call.targets, call.impls)
+
+    def _note_path(self) -> None:
+        note_path(self.name)
+
+    def _run(self, plan: Plan, call: Binding, arguments: Arguments) -> tuple[Record, Sequence[Any]]:
+        leaves = plan.leaves(list(call.values))
+        program: Any = plan.program
+        if plan.branches:
+            program = functools.partial(program, make_body=lambda: self._body(arguments, call))
+        if plan.program.ran:
+            done = program(leaves)
+            COUNTS.hits += 1
+            return done
+        start = time.perf_counter()
+        done = program(leaves)
+        plan.program.ran = True
+        COUNTS.add(compiles=1, compile_time=time.perf_counter() - start)
+        return done
+
+    def _replay(self, record: Record, outputs: Sequence[Any], call: Binding, plan: Plan) -> Any:
+        """Write what the program computed, bring about what else the function did, and return what it returned."""
+        replay = Replay(record, outputs, call.reach)
+        targets = [call.targets[plan.program.at[t]] for t, _ in record.writes]
+        if not call.executing:
+            for thing in (*(t for t in targets if not isinstance(t, Place)), *replay.changed()):
+                _compat_jit.check_update(thing)
+        for target, (_, out) in zip(targets, record.writes, strict=True):
+            write(target, outputs[out.number])
+        if record.passes_on:
+            _compat_jit.Watch.mark = object()
+        replay.change()
+        return replay.out()
+
+    # ------------------------------------------------------------ keeping
+
+    def _forget(self, program: Any) -> None:
+        """Drop every plan for a program that the cache has dropped."""
+        self._plans = {k: p for k, p in self._plans.items() if p.program is not program}
+        if self._hot is not None and self._hot.plan.program is program:
+            self._hot = None
+
+    def _note(self, arguments: Arguments, call: Binding) -> None:
+        """Keep what a trace is for, to explain it and the next one."""
+        picture = Picture(call.reach)
+        names = [type(thing).__name__ for thing in call.reach]
+        inputs = {
+            name: describe(value) for name, value in zip(arguments.names(), call.leaves[: call.inputs], strict=True)
+        }
+        for number, variable in enumerate(picture.variables):
+            inputs[f"{type(variable).__name__} {number}"] = describe(variable)
+        structure = structure_of(picture.tokens, picture.paths, names)
+        structure["the arguments"] = (arguments.key,)
+        now = Situation(inputs, structure, _compat_jit.trace_context())
+        note_trace(self.name, now, self._situations)
+        self._situations.append(now)
+
+
+def _check_constants(name: str, program: Program, call: Binding) -> None:
+    """Refuse a program that has the value of a Variable for a constant: it would not see the Variable change."""
+    known = set(map(id, call.constants))
+    hidden = [c for c in program.tape.closed.consts if isinstance(c, jax.Array) and id(c) not in known]
+    found = [v for v in gc.get_referrers(*hidden) if isinstance(v, nnx.Variable)] if hidden else []
+    if found:
+        raise LazyError(
+            *(
+                Problem(
+                    f"{name}: {type(v).__name__}",
+                    f"{describe(v)}, read from a model that the function finds in a way of its own",
+                    "models as arguments, or in closures, globals, defaults, attributes and containers of those: a "
+                    "model that lm.jit does not see would be a constant of the program",
+                    "lm.jit(lambda model, ...: ...), with the model as an argument",
+                )
+                for v in found
+            )
+        )
+
+
+def _hot(
+    args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments, call: Binding, plan: Plan, captures: Captures
+) -> Hot | None:
+    """Return how to take the short way for calls like this one; None if there is none."""
+    if arguments.variables or arguments.statics or not call.is_simple or not plan.program.can_be_kept:
+        return None
+    if not (captures.is_empty or captures.only_root is not None):
+        return None
+    given = (*args, *kwargs.values())
+    whole = sum(kind_of_type(type(value)) is Kind.NODE for value in given)
+    if whole != len(arguments.roots):  # some are inside pytrees
+        return None
+    return Hot(given, tuple(kwargs), call, plan)
+
+
+@overload
+def jit(
+    function: Callable[..., Any],
+    *,
+    donate_state: bool = False,
+    static_argnames: str | Sequence[str] = (),
+    max_paths: int = 16,
+) -> JitFunction: ...
+
+
+@overload
+def jit(
+    *, donate_state: bool = False, static_argnames: str | Sequence[str] = (), max_paths: int = 16
+) -> Callable[[Callable[..., Any]], JitFunction]: ...
+
+
+def jit(
+    function: Any = None,
+    *,
+    donate_state: bool = False,
+    static_argnames: str | Sequence[str] = (),
+    max_paths: int = 16,
+) -> Any:
+    """Compile a function or module: the meaning of NNX, at the price of a raw ``jax.jit`` on a flat list of arrays.
+
+    Modules, optimizers, metrics and rngs may be arguments, anywhere in a pytree, or closed over. What the function
+    does to them is done: new values, new Variables, other submodules, modes, shared references. Any change between
+    two calls is seen: of structure, class, static attributes by type and value, sharing, shapes, dtypes and the
+    settings of JAX. Each combination is traced and compiled once, for models of equal structure together.
+
+    The first call of a lazy model traces once as well: its parameters are made, and are inputs of the program.
+
+    Numbers and texts that the function closes over by themselves are constants, as for ``jax.jit``; those in an
+    object that holds a model, such as ``self.rate`` next to ``self.model``, are seen to change.
+
+    Args:
+        function: A function, a method, or a module, which is then called. Left out, ``jit`` is a decorator.
+        donate_state: Donate the state that is written: its old arrays are deleted and their memory is used again.
+        static_argnames: Parameters that the program depends on by value, a name or several.
+        max_paths: How many ways through Python decisions on array values one input signature may have.
+
+    Returns:
+        A function of the same arguments. It is a method when it is defined in a class. Its ``cache_info()`` says
+        how many compiled signatures it keeps, see :func:`set_cache_size`.
+
+    Raises:
+        ConfigurationError: If ``static_argnames`` names no parameter.
+        ValueError: If ``max_paths`` is less than 1.
+
+    Example:
+        >>> import jax.numpy as jnp, optax
+        >>> import lazymods as lm
+        >>> from flax import nnx
+        >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+        >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+        >>> @lm.jit
+        ... def step(model, optimizer, x):
+        ...     loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
+        ...     optimizer.update(model, grads)
+        ...     return loss
+        >>> first, second = step(model, optimizer, jnp.ones((2, 3))), step(model, optimizer, jnp.ones((2, 3)))
+        >>> bool(second < first), step.cache_info().currsize
+        (True, 1)
+    """
+    if max_paths < 1:
+        raise ValueError(f"a function has at least 1 path, got max_paths={max_paths}")
+    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+    if function is None:
+        return lambda function: JitFunction(function, donate_state, names, max_paths)
+    return JitFunction(function, donate_state, names, max_paths)

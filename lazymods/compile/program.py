@@ -1,0 +1,196 @@
+"""From a body to a compiled program: the one place where ``jax.jit`` is applied.
+
+:func:`compile_body` traces a :class:`~lazymods.compile.trace.Body` once and returns a :class:`Program`, which is called
+with the leaves and returns what the body recorded, and the outputs. The program is for the signature that it
+was traced at. At any other, be it a shape, a dtype or a setting of JAX that a trace depends on, ``jax.jit`` traces
+again, which the program answers with :class:`OtherSignatureError`: whoever holds programs then finds or makes another.
+So ``jax.jit``'s own check of signatures, in C++, is the only one that a call pays for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+
+from lazymods import _compat, _compat_jit
+from lazymods.compile.metrics import COUNTS
+from lazymods.compile.records import Record
+from lazymods.compile.trace import Body
+
+
+class OtherSignatureError(Exception):
+    """The program was called with leaves, or under settings of JAX, that it was not traced with (private)."""
+
+
+class Tape:
+    """A jaxpr, some of whose outputs nobody wants.
+
+    Args:
+        closed: The closed jaxpr.
+        outputs: The numbers of the outputs that are wanted.
+    """
+
+    def __init__(self, closed: Any, outputs: Sequence[int]) -> None:
+        self.closed, self._outputs = closed, list(outputs)
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Run it in the current trace."""
+        out = eval_jaxpr(self.closed.jaxpr, self.closed.consts, *inputs)
+        return [out[i] for i in self._outputs]
+
+
+class Program:
+    """A compiled function of flat arrays, at one signature.
+
+    Attributes:
+        record: What the function does besides computing arrays.
+        tape: How it computes them.
+        takes: Which targets the leaves after the arguments are the values of, by number; those that the body adopted
+            count after its own.
+        donated: The leaves that are donated, by number.
+        at: By number of a body's target: the number of that target in every call for which the program is kept.
+        ran: Whether it ran, and so is compiled.
+        can_be_kept: Whether it depends on nothing but its leaves and constants: no tracer of a trace around it.
+    """
+
+    def __init__(self, tape: Tape, record: Record, takes: Sequence[int], inputs: int, donate: Sequence[int]) -> None:
+        self.tape, self.record, self.takes = tape, record, takes
+        self.donated = tuple(donate)
+        self.at: list[int] = list(range(len(takes)))
+        self.ran = False
+        self.can_be_kept = not any(map(_compat.is_tracer, tape.closed.consts))
+        self._traced: Any = None
+        self._mark: Any = None
+        if not donate:
+            self._run: Any = jax.jit(self._flat)
+        else:
+            kept = [i for i in range(inputs) if i not in set(donate)]
+            self._order = [*donate, *kept]
+            self._moving, self._still = getter(donate), getter(kept)
+            self._run = jax.jit(self._divided, donate_argnums=(0,))
+
+    def __call__(self, leaves: Sequence[Any]) -> tuple[Record, Sequence[Any]]:
+        """Run the program.
+
+        Args:
+            leaves: Arrays, or whatever ``jax.jit`` takes for them.
+
+        Returns:
+            What to do besides, and the outputs.
+
+        Raises:
+            OtherSignatureError: If the program is for other leaves or another setting.
+        """
+        if not self.donated:
+            return self.record, self._run(leaves)
+        if self._mark is not _compat_jit.Watch.mark:  # else the leaves to donate are what a program returned
+            self._mark = _compat_jit.Watch.mark
+            if len(set(map(id, leaves))) != len(leaves):
+                leaves = _unshared(leaves, self.donated)
+        return self.record, self._run(self._moving(leaves), self._still(leaves))
+
+    def leaf_numbers(self, inputs: int) -> list[int]:
+        """Return which leaves of a call the program takes, in its order; ``inputs`` of them are arguments."""
+        return [*range(inputs), *(inputs + self.at[target] for target in self.takes)]
+
+    def _flat(self, leaves: Sequence[Any]) -> list[Any]:
+        flat = jax.tree.leaves(leaves)
+        if any(map(_compat.is_tracer, flat)) or not flat:
+            signature = tuple(map(jax.typeof, flat)), _compat_jit.trace_context()
+            self._traced = self._traced or signature
+            if self._traced != signature:
+                raise OtherSignatureError
+        elif jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            raise OtherSignatureError
+        return self.tape(flat)
+
+    def _divided(self, moving: Sequence[Any], still: Sequence[Any]) -> list[Any]:
+        leaves: list[Any] = [None] * (len(moving) + len(still))
+        for number, leaf in zip(self._order, [*moving, *still], strict=True):
+            leaves[number] = leaf
+        return self._flat(leaves)
+
+
+def getter(numbers: Sequence[int]) -> Any:
+    """Return a function of a sequence that returns the items of these numbers as a tuple, in C."""
+    if len(numbers) == 1:
+        first = numbers[0]
+        return lambda items: (items[first],)
+    return operator.itemgetter(*numbers) if numbers else lambda items: ()
+
+
+def _unshared(leaves: Sequence[Any], donated: Sequence[int]) -> list[Any]:
+    """Copy arrays that are donated and passed a second time."""
+    out, seen = list(leaves), {id(v) for i, v in enumerate(leaves) if i not in set(donated)}
+    for number in donated:
+        if id(leaves[number]) in seen:
+            out[number] = jax.numpy.copy(leaves[number])
+        seen.add(id(leaves[number]))
+    return out
+
+
+def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> Program:
+    """Trace a body and make its program.
+
+    Args:
+        body: The function and the objects of one call.
+        leaves: Its leaves, as they will be passed to the program.
+        donate: Donate the leaves that are written.
+
+    Returns:
+        The program. If the body initialized a lazy layer, the program takes the new values after the leaves.
+    """
+    start = time.perf_counter()
+    closed = jax.make_jaxpr(body)(list(leaves))
+    record = body.record
+    assert record is not None  # make_jaxpr has run the body
+    COUNTS.add(traces=1, trace_time=time.perf_counter() - start)
+    flat = [len(jax.tree.leaves(leaf)) for leaf in leaves]
+    starts = list(itertools.accumulate(flat, initial=0))
+    inputs = [starts[i] if n == 1 else None for i, n in enumerate(flat)]  # by leaf: the number of its only input
+    takes = list(range(len(body.targets)))
+    if body.adopted:
+        found = {id(c): i for i, c in enumerate(closed.consts)}
+        taken = [(i, found[id(value)]) for i, (_, value) in enumerate(body.adopted) if id(value) in found]
+        closed = _with_inputs_for(closed, [constant for _, constant in taken])
+        takes += [len(body.targets) + i for i, _ in taken]
+        inputs += range(starts[-1], starts[-1] + len(taken))
+    input_of_target = {target: inputs[body.inputs + i] for i, target in enumerate(takes)}
+    ins, outs = closed.jaxpr.invars, closed.jaxpr.outvars
+    unchanged = set()
+    for number, (target, out) in enumerate(record.writes):
+        index = input_of_target.get(target)
+        if index is not None and outs[out.number] is ins[index]:
+            unchanged.add(number)
+    given = set(map(id, ins))
+    new = [out.number for n, (_, out) in enumerate(record.writes) if n not in unchanged]
+    record.passes_on = any(id(outs[n]) in given for n in new)
+    avals = [v.aval for v in outs]
+    numbers = [(input_of_target.get(target), out.number) for target, out in record.writes]
+    kept = [pair for n, pair in enumerate(numbers) if n not in unchanged]
+    tape = Tape(closed, record.drop_writes(unchanged))
+    donated: list[int] = []
+    if donate and None not in inputs:
+        donated = sorted({i for i, o in kept if i is not None and ins[i].aval == avals[o]})
+    return Program(tape, record, takes, len(ins), donated)
+
+
+def _with_inputs_for(closed: Any, constants: Sequence[int]) -> Any:
+    """Return a jaxpr in which some constants, by number, are further inputs: it does not keep them alive."""
+    count, moved = len(closed.in_avals), set(constants)
+    values = [None if i in moved else c for i, c in enumerate(closed.consts)]
+
+    def run(inputs: Sequence[Any]) -> list[Any]:
+        consts = list(values)
+        for number, value in zip(constants, inputs[count:], strict=True):
+            consts[number] = value
+        return eval_jaxpr(closed.jaxpr, consts, *inputs[:count])
+
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
+    return jax.make_jaxpr(run)([*specs, *(closed.consts[i] for i in constants)])

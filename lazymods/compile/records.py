@@ -1,0 +1,374 @@
+"""What a function did besides computing arrays, so that a call of the compiled program can do it again.
+
+A :class:`Record` is written by a trace. It holds no array, no model and no tracer: objects that were there before
+stand in it by their number in a :class:`~lazymods.compile.picture.Picture` of the call, arrays by their number among
+the program's outputs, objects that the function made by how to make them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from lazymods import _compat, _compat_jit
+from lazymods.compile.picture import Picture, held_by, refill
+from lazymods.compile.tokens import Kind, kind_of, token
+
+
+@dataclasses.dataclass(eq=False)
+class Out:
+    """An output of the program: its number, and how often a record names it."""
+
+    number: int
+    uses: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Old:
+    """A node or Variable that was there before the call."""
+
+    number: int
+    is_variable: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class New:
+    """The object of that number among those that the function made."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """What is there already, under this key."""
+
+    key: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A static value."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A tuple, bound method or partial function of other parts."""
+
+    kind: Kind
+    cls: Any
+    parts: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A pytree of other parts."""
+
+    treedef: Any
+    parts: tuple[Any, ...]
+
+
+@dataclasses.dataclass
+class Made:
+    """An object that the function made: its class, and what to put in it; of a Variable its value and metadata."""
+
+    kind: Kind
+    cls: type
+    contents: Any = None
+
+
+@dataclasses.dataclass
+class Change:
+    """What became of a node or Variable that was there before."""
+
+    old: Old
+    cls: type | None
+    contents: Any
+
+
+@dataclasses.dataclass(eq=False)
+class Record:
+    """What a function did at one structure.
+
+    Attributes:
+        out: What it returned.
+        writes: ``(target, output)``: the output that is the new value of a Variable or place, which is named by its
+            number among the body's targets.
+        changes: What became of other objects; usually nothing.
+        made: Objects that the function made.
+        outputs: The program's outputs.
+        is_plain: Whether the function only wrote values, and returned nothing but arrays and static values.
+        passes_on: Whether a new value is one of the program's inputs, unchanged: two Variables then hold one array.
+    """
+
+    out: Any
+    writes: list[tuple[int, Out]]
+    changes: list[Change]
+    made: list[Made]
+    outputs: list[Out]
+
+    def __post_init__(self) -> None:
+        """Find the short ways of doing it again."""
+        self.passes_on = False
+        self.is_plain = not (self.changes or self.made or has_objects(self.out))
+
+    @property
+    def returns_arrays(self) -> bool:
+        """Whether what the function returned is made of nothing but arrays and static values."""
+        return not has_objects(self.out)
+
+    def result(self, outputs: Sequence[Any]) -> Any:
+        """Return what the function returned, if that was nothing but arrays and static values."""
+        if type(self.out) is Out:
+            return outputs[self.out.number]
+        return Replay(self, outputs, ()).out()
+
+    def drop_writes(self, unchanged: set[int]) -> list[int]:
+        """Forget writes, by number, and the outputs that nothing else names; return the numbers of those that stay."""
+        for number in unchanged:
+            self.writes[number][1].uses -= 1
+        self.writes = [w for i, w in enumerate(self.writes) if i not in unchanged]
+        kept = [i for i, out in enumerate(self.outputs) if out.uses]
+        self.outputs = [self.outputs[i] for i in kept]
+        for number, out in enumerate(self.outputs):
+            out.number = number
+        return kept
+
+
+def describe(out: Any, base: Picture, stage: Any, targets: Sequence[Any]) -> tuple[Record, list[Any]]:
+    """Write a record of a run.
+
+    Args:
+        out: What the function returned.
+        base: The objects as they are before each call of the program.
+        stage: The objects as they were during the run.
+        targets: What the leaves of the program are the values of.
+
+    Returns:
+        The record, and the program's outputs: tracers, or arrays that do not depend on any input.
+    """
+    return _Writer(base, stage).write(out, targets)
+
+
+class _Writer:
+    def __init__(self, base: Picture, stage: Any) -> None:
+        self._base, self._stage = base, stage
+        self._arrays: list[Any] = []
+        self._outputs: dict[int, Out] = {}
+        self._made: list[Made] = []
+        self._new: dict[int, int] = {}
+
+    def write(self, out: Any, targets: Sequence[Any]) -> tuple[Record, list[Any]]:
+        described = self._tree(out)
+        numbers = {id(t): i for i, t in enumerate(targets)}
+        places = {(id(t.held), t.key): i for i, t in enumerate(targets) if hasattr(t, "held")}
+        writes: list[tuple[int, Out]] = []
+        changes: list[Change] = []
+        for number, variable in enumerate(self._base.variables):
+            self._variable(number, variable, numbers.get(id(variable)), writes, changes)
+        for number, node in enumerate(self._base.nodes):
+            self._node(number, node, places, writes, changes)
+        record = Record(described, writes, changes, self._made, list(self._outputs.values()))
+        return record, self._arrays
+
+    def _variable(self, number: int, variable: Any, target: int | None, writes: Any, changes: Any) -> None:
+        raw, cls, metadata = self._stage.raws_after[id(variable)]
+        begun = self._stage.raws.get(id(variable))
+        same_kind = cls is type(variable) and _same_metadata(metadata, _compat.raw_metadata(variable))
+        if same_kind and raw is begun:
+            return
+        if same_kind and target is not None and kind_of(raw) is Kind.ARRAY:
+            writes.append((target, self._own_output(raw)))
+            return
+        contents = (self._tree(raw), {k: self._part(v) for k, v in metadata.items()})
+        changes.append(Change(Old(number, True), cls, contents))
+
+    def _node(self, number: int, node: Any, places: Any, writes: Any, changes: Any) -> None:
+        after, begun = self._stage.contents_after[id(node)], self._stage.contents[id(node)]
+        held = held_by(node)
+        if not isinstance(after, dict):
+            if not _same_items(after, begun):
+                changes.append(Change(Old(number, False), None, [self._part(v) for v in after]))
+            return
+        names = [k for k in after if k != _compat.STATE]
+        moved = [k for k in names if k not in begun or not _same_value(after[k], begun[k])]
+        ordered = kind_of(node) is not Kind.DICT or names == [k for k in begun if k != _compat.STATE]
+        if len(after) == len(begun) and ordered and all((id(held), k) in places for k in moved):
+            if all(kind_of(after[k]) is Kind.ARRAY for k in moved):
+                writes += [(places[id(held), k], self._own_output(after[k])) for k in moved]
+                return
+        kept = {k: Keep(k) for k in after if k in begun and k not in moved}
+        contents = {k: kept.get(k) or self._part(v) for k, v in after.items() if k != _compat.STATE}
+        changes.append(Change(Old(number, False), None, contents))
+
+    # ------------------------------------------------------------ values
+
+    def _output(self, array: Any) -> Out:
+        if id(array) not in self._outputs:
+            self._outputs[id(array)] = Out(len(self._arrays))
+            self._arrays.append(array)
+        self._outputs[id(array)].uses += 1
+        return self._outputs[id(array)]
+
+    def _own_output(self, array: Any) -> Out:
+        """Return an output that nothing else is: a Variable's new value can be donated by the next call."""
+        out = Out(len(self._arrays), 1)
+        self._arrays.append(array)
+        self._outputs[-len(self._arrays)] = out  # no object has that id
+        return out
+
+    def _tree(self, value: Any) -> Any:
+        """Describe a pytree of results or the value of a Variable."""
+        if kind_of(value) is Kind.ARRAY:
+            return self._output(value)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=lambda v: kind_of(v) in (Kind.NODE, Kind.VARIABLE))
+        return Tree(treedef, tuple(self._part(v) for v in leaves))
+
+    def _part(self, value: Any) -> Any:
+        kind = kind_of(value)
+        if kind is Kind.ATOM:
+            return Value(value)
+        if kind is Kind.ARRAY:
+            return self._output(value)
+        if kind is Kind.TUPLE:
+            return Group(kind, type(value), tuple(map(self._part, value)))
+        if kind is Kind.METHOD:
+            return Group(kind, value.__func__, (self._part(value.__self__),))
+        if kind is Kind.PARTIAL:
+            return Group(kind, type(value), tuple(map(self._part, (value.func, value.args, value.keywords))))
+        number = self._base.number(value)
+        if number is not None:
+            return Old(number, kind is Kind.VARIABLE)
+        if id(value) not in self._new:
+            self._new[id(value)] = len(self._made)
+            self._made.append(Made(kind, type(value)))
+            self._made[self._new[id(value)]].contents = self._contents(value, kind)
+        return New(self._new[id(value)])
+
+    def _contents(self, value: Any, kind: Kind) -> Any:
+        if kind is Kind.VARIABLE:
+            metadata = _compat.raw_metadata(value)
+            return self._tree(value.get_raw_value()), {k: self._part(v) for k, v in metadata.items()}
+        held = held_by(value, kind)
+        if isinstance(held, dict):
+            return {k: self._part(v) for k, v in held.items() if k != _compat.STATE}
+        return [self._part(v) for v in held]
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if kind_of(a) is Kind.ATOM and kind_of(b) is Kind.ATOM:
+        return token(a) == token(b)
+    return False
+
+
+def _same_items(a: Any, b: Any) -> bool:
+    if isinstance(a, set):
+        return set(map(token, a)) == set(map(token, b))
+    return len(a) == len(b) and all(map(_same_value, a, b))
+
+
+def _same_metadata(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(_same_value(v, b[k]) for k, v in a.items())
+
+
+# ---------------------------------------------------------------- doing it again
+
+
+class Replay:
+    """Does what a record says, to the objects of one call.
+
+    Args:
+        record: The record.
+        outputs: The program's outputs.
+        reach: What the function can reach, as in the trace.
+    """
+
+    def __init__(self, record: Record, outputs: Sequence[Any], reach: Sequence[Any]) -> None:
+        self._record, self._outputs = record, outputs
+        self._base = None if record.is_plain else Picture(reach)
+        self._new = [self._empty(made) for made in record.made]
+        for made, thing in zip(record.made, self._new, strict=True):
+            self._fill(made, thing)
+
+    def changed(self) -> list[Any]:
+        """Return the objects that are about to change."""
+        return [self.value(change.old) for change in self._record.changes]
+
+    def change(self) -> None:
+        """Bring about the changes."""
+        for change in self._record.changes:
+            thing = self.value(change.old)
+            if change.old.is_variable:
+                raw, metadata = change.contents
+                items = {k: self.value(v) for k, v in metadata.items()}
+                _compat.write_variable(thing, change.cls or type(thing), self.value(raw), items)
+                continue
+            held = held_by(thing)
+            if isinstance(held, dict):
+                before = dict(held)
+                state = {k: v for k, v in before.items() if k == _compat.STATE}
+                refill(held, state | {k: self.value(v, before) for k, v in change.contents.items()})
+            else:
+                refill(held, [self.value(v) for v in change.contents])
+
+    def out(self) -> Any:
+        """Return what the function returned."""
+        return self.value(self._record.out)
+
+    def value(self, part: Any, before: Any = None) -> Any:
+        """Return the value that a part stands for."""
+        match part:
+            case Out(number):
+                return self._outputs[number]
+            case Value(value):
+                return value
+            case Old(number, is_variable):
+                return (self._base.variables if is_variable else self._base.nodes)[number]  # type: ignore[union-attr]
+            case New(number):
+                return self._new[number]
+            case Keep(key):
+                return before[key]
+            case Tree(treedef, parts):
+                return treedef.unflatten([self.value(p) for p in parts])
+            case Group(Kind.METHOD, function, (owner,)):
+                return function.__get__(self.value(owner))
+            case Group(Kind.PARTIAL, cls, (function, args, keywords)):
+                return cls(self.value(function), *self.value(args), **self.value(keywords))
+            case Group(_, cls, parts):
+                made = [self.value(p) for p in parts]
+                return cls(*made) if hasattr(cls, "_fields") else cls(made)
+        raise TypeError(f"no part of a record: {part!r}")
+
+    def _empty(self, made: Made) -> Any:
+        if made.kind is Kind.VARIABLE:
+            return _compat.new_variable(made.cls, None, {})  # type: ignore[arg-type]
+        if made.kind is Kind.NODE:
+            thing = object.__new__(made.cls)
+            vars(thing)[_compat.STATE] = _compat_jit.new_state()
+            return thing
+        return object.__new__(made.cls) if made.kind is Kind.OBJECT else made.cls()
+
+    def _fill(self, made: Made, thing: Any) -> None:
+        if made.kind is Kind.VARIABLE:
+            raw, metadata = made.contents
+            items = {k: self.value(v) for k, v in metadata.items()}
+            _compat.write_variable(thing, made.cls, self.value(raw), items)
+            return
+        held = held_by(thing, made.kind)
+        if isinstance(made.contents, dict):
+            held.update({k: self.value(v) for k, v in made.contents.items()})
+        else:
+            refill(held, [self.value(v) for v in made.contents])
+
+
+def has_objects(part: Any) -> bool:
+    """Whether a part of a record stands for a node or Variable, or holds one that does."""
+    if isinstance(part, (Tree, Group)):
+        return any(map(has_objects, part.parts))
+    return isinstance(part, (Old, New))

@@ -1,0 +1,367 @@
+"""Recording: lazy tensors, and the blocks in which operations make them.
+
+Inside of ``lazy()`` operations are noted in the graph of the thread instead of being run. When Python wants a value, or
+at ``mark_step()``, the graph is cut: what is still held by Python is computed by one program, which is compiled once
+for every structure (``executor``), and recording goes on. A lazy tensor is an array to everything that asks; after the
+block it can be used as any other.
+
+Invariants: an operation runs once, or not at all if nothing holds what it gives; a run that fails leaves its graph as
+it was, but for what had effects; every thread has a graph of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from lazymods import _compat
+from lazymods import _compat_tracing as tracing
+from lazymods.lazytensor import executor, metrics
+from lazymods.lazytensor.graph import Cell, Graph, Node, kind_of, needed
+
+_MOST_OPS = 20_000  # operations after which a graph is cut: XLA takes minutes for more
+
+
+class LazyTensor(tracing.Recorded):
+    """An array that is computed when its value is wanted."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        self.cell.held = False
+        self._trace.recording.tensors.destroyed += 1
+
+    def _short_repr(self) -> str:
+        return f"LazyTensor<{self.aval}>"
+
+    def __repr__(self) -> str:
+        return repr(self.now("repr"))
+
+    def __str__(self) -> str:
+        return str(self.now("str"))
+
+    def __format__(self, spec: str) -> str:
+        return format(self.now("format"), spec)
+
+    def __reduce__(self) -> Any:
+        return self.now("pickle").__reduce__()
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.now("deepcopy").copy()
+
+    def block_until_ready(self) -> Any:
+        """Compute the value and wait for it."""
+        self.now("block_until_ready").block_until_ready()
+        return self
+
+    def copy_to_host_async(self) -> None:
+        """Compute the value and begin to copy it to the host."""
+        self.now("copy_to_host_async").copy_to_host_async()
+
+    def is_ready(self) -> bool:
+        """Whether the value has been computed."""
+        value = self.cell.value
+        return value is not None and (tracing.is_number(value) or executor.has_arrived(value))
+
+
+def _of_the_value(name: str) -> Any:
+    def get(self: LazyTensor) -> Any:
+        if self.cell.value is None and metrics.asks_a_library():
+            raise AttributeError(f"{name} of a value that has not been computed")  # as of a tracer: it has another way
+        return getattr(self.now(name), name)
+
+    return property(get, doc=f"``jax.Array.{name}`` of the value.")
+
+
+tracing.put_as(LazyTensor)
+for _name in (
+    *("addressable_data", "addressable_shards", "committed", "delete", "device", "devices", "global_shards"),
+    *("is_deleted", "is_fully_addressable", "is_fully_replicated", "on_device_size_in_bytes", "sharding"),
+    *("traceback", "unsafe_buffer_pointer"),
+):
+    setattr(LazyTensor, _name, _of_the_value(_name))
+
+
+class Session:
+    """The recording of one thread."""
+
+    def __init__(self) -> None:
+        self.trace = tracing.Recorder(self)
+        self.tensors = metrics.Tensors()
+        self.depth = 0
+        self.max_ops = _MOST_OPS
+        self._lock = threading.RLock()
+        self._graph = Graph()
+        self._settings: Any = None
+        self._started = 0.0
+
+    # ------------------------------------------------------------ what the recorder tells
+
+    def note(self, primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+        """Note one operation (see :class:`lazymods._compat_tracing.Recording`)."""
+        settings = tracing.settings()
+        if primitive is jax.lax.slice_p:
+            primitive, inputs, params = _from_where_it_starts(inputs[0], params)
+        elif tracing.allocates(primitive):
+            values = [x.now("a mutable reference") if isinstance(x, tracing.Recorded) else x for x in inputs]
+            with tracing.at(self.trace.parent):
+                return [primitive.bind(*values, **params)]
+        cells = [self._cell(x) for x in inputs]
+        return self.add(kind_of(primitive, tuple([c.aval for c in cells]), params, settings), cells)
+
+    def add(self, kind: Any, cells: list[Cell]) -> list[LazyTensor]:
+        """Add an operation to the graph; return its results."""
+        with self._lock:
+            graph = self._graph
+            if not graph.nodes:
+                self._settings, self._started = kind.settings, time.perf_counter()
+            elif kind.settings is not self._settings and not self._settings.runs_as(kind.settings):
+                self.cut()  # what is run together is run with the same settings
+                graph, self._settings = self._graph, kind.settings
+            node = Node(kind, cells)
+            graph.add(node)
+            made = [self._hold(cell) for cell in node.outputs]
+            if len(graph.nodes) >= self.max_ops:
+                metrics.count("AutomaticCut")
+                self.cut()
+        return made
+
+    def constant(self, value: Any) -> Any:
+        """Return what stands for a number or a numpy array that becomes an array."""
+        if not tracing.is_number(value):
+            return tracing.executed(tracing.owned(value))
+        return self._hold(Cell(tracing.aval_of(value), value=value))
+
+    def value(self, recorded: LazyTensor, reason: str) -> Any:
+        """Return a value that Python wants, and compute it if it has to be."""
+        cell = recorded.cell
+        if cell.value is None:
+            with self._lock:
+                if cell.value is None:
+                    metrics.forced(reason)
+                    self._force(cell)
+        if tracing.is_number(_known(cell)):
+            cell.value = tracing.executed(cell.value)
+        return cell.value
+
+    def _cell(self, value: Any) -> Cell:
+        if isinstance(value, tracing.Recorded):
+            if value.recording is self:
+                return value.cell
+            value = value.now("use in another thread")
+        return Cell(tracing.aval_of(value), value=tracing.owned(value))
+
+    def _hold(self, cell: Cell) -> LazyTensor:
+        cell.held = True
+        self.tensors.created += 1
+        return LazyTensor(self.trace, cell.aval, cell)
+
+    # ------------------------------------------------------------ cuts
+
+    @property
+    def pending(self) -> list[Node]:
+        """What was recorded and has not run."""
+        return self._graph.nodes
+
+    def cut(self) -> None:
+        """Start the computation of all that is held, and of what has effects."""
+        with self._lock:
+            graph, self._graph = self._graph, Graph()
+            if any(node.kind.effects for node in graph.nodes) or _held(graph):
+                self._run(graph, lambda: _held(graph))
+
+    def compute(self, cells: Sequence[Cell]) -> None:
+        """Start the computation of some values and of nothing else that can wait."""
+        with self._lock:
+            nodes = needed(self._graph.nodes, cells)
+            chosen = set(nodes)
+            rest = [node for node in self._graph.nodes if node not in chosen]
+            later = {cell for node in rest for cell in node.inputs}
+            wanted = [cell for node in nodes for cell in node.outputs if cell.held or cell in later]
+            self._graph = graph_of(rest)
+            if nodes:
+                self._run(graph_of(nodes), lambda: wanted)
+
+    def _force(self, cell: Cell) -> None:
+        """Compute a value, with all that is held: it will be wanted too, and one program is better than two."""
+        graph = self._graph
+        alone = set(needed(graph.nodes, [cell]))
+        if all(node in alone for node in graph.nodes if node.kind.effects or any(c.held for c in node.outputs)):
+            self.cut()
+            return
+        try:
+            cells, values = self._results(graph, lambda: _held(graph))
+            jax.block_until_ready(values[cells.index(cell)])
+        except Exception:
+            if any(node.kind.effects for node in graph.nodes if node not in alone):
+                self._graph = graph_of([node for node in graph.nodes if not node.kind.effects or node in alone])
+            self.compute([cell])  # what failed may not be what is wanted: if it was, it fails again
+        else:
+            self._know(cells, values)
+            self._graph = Graph()
+
+    def _run(self, graph: Graph, held: Callable[[], list[Cell]]) -> None:
+        """Compute cells; if that fails, they keep the error."""
+        try:
+            cells, values = self._results(graph, held)
+        except Exception as error:
+            cells = held()
+            self._know(cells, [_Failure(error)] * len(cells))
+            raise
+        self._know(cells, values)
+
+    def _results(self, graph: Graph, held: Callable[[], list[Cell]]) -> tuple[list[Cell], list[Any]]:
+        for cell in graph.inputs:
+            _known(cell)
+        metrics.took("Trace", time.perf_counter() - self._started)
+        try:
+            return executor.execute(graph, held, self.trace.parent, self._settings)
+        finally:
+            self._started = time.perf_counter()
+
+    @staticmethod
+    def _know(cells: Sequence[Cell], values: Sequence[Any]) -> None:
+        for cell, value in zip(cells, values, strict=True):
+            cell.value = value
+
+
+def _held(graph: Graph) -> list[Cell]:
+    return [cell for node in graph.nodes for cell in node.outputs if cell.held]
+
+
+def _from_where_it_starts(operand: Any, params: dict[str, Any]) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+    """Return a slice as one whose start is an operand: a loop over ``x[i]`` is one program."""
+    starts, limits = params["start_indices"], params["limit_indices"]
+    if any(s != 1 for s in params["strides"] or ()) or max(starts, default=0) >= 1 << 31:
+        return jax.lax.slice_p, [operand], params
+    sizes = tuple([limit - start for start, limit in zip(starts, limits, strict=True)])
+    return jax.lax.dynamic_slice_p, [operand, *starts], {"slice_sizes": sizes}
+
+
+class _Failure:
+    """What a cell holds whose computation failed."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def _known(cell: Cell) -> Any:
+    """Return the value of a cell that has one, as an array.
+
+    Raises:
+        Exception: What its computation failed with.
+    """
+    if isinstance(cell.value, _Failure):
+        raise cell.value.error.with_traceback(None)
+    return cell.value
+
+
+def graph_of(nodes: Sequence[Node]) -> Graph:
+    """Return some nodes as a graph of their own."""
+    graph = Graph()
+    for node in nodes:
+        graph.add(node)
+    return graph
+
+
+# ---------------------------------------------------------------- blocks
+
+
+class _Threads(threading.local):
+    session: Session | None = None
+
+
+_THREADS = _Threads()
+
+
+def session() -> Session | None:
+    """Return what this thread records, if it is in a ``lazy()`` block."""
+    found = _THREADS.session
+    return found if found is not None and found.depth else None
+
+
+@contextmanager
+def lazy(*, max_ops: int | None = None) -> Iterator[None]:
+    """Record the operations of a block instead of running them; also a decorator.
+
+    What is recorded is cut into programs where Python needs a value, at :func:`mark_step`, and at the end of the
+    outermost block. Inside of a function that ``jax.jit`` or another transform traces it does nothing: that records
+    already. A block that raises leaves what it recorded to be computed when it is wanted.
+
+    Args:
+        max_ops: Operations after which a graph is cut, which bounds the time of a compile; 20,000 if not given.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import lazymods as lm
+        >>> with lm.lazytensor.lazy():
+        ...     y = jnp.arange(3.0) * 2
+        ...     z = y + 1 if y.sum() > 0 else y - 1
+        >>> z
+        Array([1., 3., 5.], dtype=float32)
+    """
+    running = session()
+    if running is None and not _compat.executing():
+        yield
+        return
+    if running is None:
+        running = _THREADS.session = _THREADS.session or Session()
+    before, running.max_ops = running.max_ops, max_ops or running.max_ops
+    running.depth += 1
+    try:
+        if running.depth > 1:
+            yield
+        else:
+            with tracing.at(running.trace):
+                yield
+                running.cut()
+    finally:
+        running.depth -= 1
+        running.max_ops = before
+
+
+def mark_step() -> None:
+    """Start the computation of everything that was recorded and is still held, and go on recording.
+
+    Outside of a ``lazy()`` block there is nothing to start.
+
+    Raises:
+        Exception: What the computation failed with, where that is known at once.
+    """
+    running = session()
+    metrics.count("MarkStep")
+    if running is not None:
+        running.cut()
+
+
+def sync(tree: Any) -> Any:
+    """Start the computation of the lazy tensors of a pytree, and of no more than they need.
+
+    Args:
+        tree: A pytree, or an nnx object.
+
+    Returns:
+        The same tree with arrays in place of the lazy tensors.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    for recording, cells in _by_session(leaves).items():
+        recording.compute([cell for cell in cells if cell.value is None])
+    return jax.tree.unflatten(structure, [x.now("sync") if isinstance(x, LazyTensor) else x for x in leaves])
+
+
+def _by_session(leaves: Sequence[Any]) -> dict[Session, list[Cell]]:
+    found: dict[Session, list[Cell]] = {}
+    for leaf in leaves:
+        if isinstance(leaf, LazyTensor):
+            found.setdefault(leaf.recording, []).append(leaf.cell)
+    return found
