@@ -58,6 +58,15 @@ def test_conv_net(capsys: pytest.CaptureFixture[str]):
     assert "num_features=16" in capsys.readouterr().out
 
 
+def test_lazy_tensors(capsys: pytest.CaptureFixture[str]):
+    branches, accuracy = load("lazy_tensors").main()
+    assert branches == [1.0, 3.0]
+    assert accuracy > 0.95
+    out = capsys.readouterr().out
+    assert "step 110  loss" in out
+    assert "steps marked: " in out
+
+
 def test_custom_lazy_module():
     example = load("custom_lazy_module")
     explicit = example.Prototypes(64, 10, rngs=nnx.Rngs(0))

@@ -1,0 +1,137 @@
+"""A gradient as one operation: equal to ``nnx.value_and_grad``, whatever the function holds."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.core import Tracer
+
+import lazymods as lm
+
+lt = lm.lazytensor
+X = jnp.asarray(np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.fc = nnx.Linear(6, 3, rngs=rngs)
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.drop(self.fc(x)))
+
+
+class Traces:
+    count = 0
+
+
+NET: Net = Net()
+
+
+def of_a_global(model):
+    return (model(X) * NET(X)).sum()
+
+
+def in_a_closure(x):
+    scale, power = 0.5, 2
+    return lambda model: (jnp.abs(model(x) * scale) ** power).mean()
+
+
+def losses():
+    yield "closure", lambda i, net: in_a_closure(X * i)
+    yield "partial", lambda i, net: functools.partial(lambda m, x, k=1.0: (m(x) * k).sum(), x=X * i, k=0.5 + i)
+    yield "global", lambda i, net: of_a_global
+    yield "closed_over_module", lambda i, net: lambda model: (model(X) + net(X)).sum()
+    yield "default", lambda i, net: lambda model, x=X * i: model(x).sum()
+
+
+@pytest.mark.parametrize(("name", "make"), list(losses()), ids=lambda v: v if isinstance(v, str) else "")
+def test_equal_to_nnx(name, make):
+    global NET
+    results = []
+    for transform in (nnx.value_and_grad, lt.value_and_grad):
+        model, other = Net(), Net()
+        other.eval()  # nnx refuses to change what is not an argument
+        NET = other
+        out = []
+        for i in (1, 2, 3):
+            with lt.lazy():
+                value, grads = transform(make(i, other))(model)
+                model.fc.kernel[...] -= 0.1 * grads["fc"]["kernel"][...]
+                lt.mark_step()
+            out.append(value)
+        results.append((out, nnx.state((model, other))))
+    for want, got in zip(*map(jax.tree.leaves, results), strict=True):
+        if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+            want, got = map(jax.random.key_data, (want, got))
+        assert want.dtype == got.dtype
+        np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=2e-4, atol=1e-5)
+
+
+def test_arrays_argnums_and_aux():
+    def f(a, b):
+        return (a * b).sum(), a + b
+
+    b = jnp.ones((4, 6)) * 2
+    for where in (lt.lazy(), lt.lazy(max_ops=1)):
+        with where:
+            (value, aux), (da, db) = lt.value_and_grad(f, argnums=(0, 1), has_aux=True)(X, b)
+        np.testing.assert_allclose(value, (X * b).sum(), atol=1e-5)
+        np.testing.assert_array_equal(aux, X + b)
+        np.testing.assert_array_equal(da, b)
+        np.testing.assert_array_equal(db, X)
+    value, grad = lt.value_and_grad(lambda a: (a**2).sum())(X)  # outside of a block it is a compiled function
+    np.testing.assert_allclose(grad, 2 * X)
+    assert not isinstance(value, Tracer)
+
+
+def test_one_operation_traced_once_for_fresh_closures():
+    model, traces = Net(), Traces()
+
+    def loss_of(x):
+        def loss(model):
+            traces.count += 1
+            return model(x).sum()
+
+        return loss
+
+    for i in range(4):
+        with lt.lazy():
+            value, _ = lt.value_and_grad(loss_of(X * i))(model)
+            assert lt.dump(value).count("\n") <= 3
+            lt.mark_step()
+    assert traces.count == 1
+
+
+def test_static_parts_of_a_closure_are_part_of_the_program():
+    def loss_of(power, flag):
+        return lambda a: (a**power).sum() if flag else a.sum()
+
+    for power, flag in ((2, True), (3, True), (2, False), (2, True)):
+        _, grad = lt.value_and_grad(loss_of(power, flag))(X)
+        np.testing.assert_allclose(grad, power * X ** (power - 1) if flag else jnp.ones_like(X), rtol=1e-5)
+
+
+def test_bound_methods_are_refused_as_nnx_does():
+    with pytest.raises(ValueError, match="bound methods"):
+        lt.value_and_grad(Net().__call__)(X)
+
+
+def test_a_function_that_changes_the_structure():
+    def loss(model):
+        model.extra = nnx.Param(jnp.ones(3))
+        return model(X).sum()
+
+    with pytest.raises(lm.LazyError) as caught:
+        lt.value_and_grad(loss)(Net())
+    assert str(caught.value) == (
+        "lm.lazytensor.value_and_grad\n"
+        "  got:    a function that adds attributes to a module, removes some, or changes static ones\n"
+        "  needed: a function that changes values of Variables only: it is one operation, compiled once\n"
+        "  write:  nnx.value_and_grad(f)"
+    )
