@@ -94,10 +94,10 @@ def materialize(
         try:
             changed = _set_dtype(model, dtype)
             session.run()
-            drawing = _plan(session)
-            report = report_of(model, session, drawing)
             empty = {e.path for e in _graph.entries(model) if _graph.is_placeholder(e.value)}
             with place:
+                drawing = _plan(session)
+                report = report_of(model, session, drawing)
                 while _finish(model, session, drawing) and _graph.lazy_nodes(model):
                     changed += _set_dtype(model, dtype)  # of layers that initialize_parameters made
                     session = Session(model, args, kwargs).run()

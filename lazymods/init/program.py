@@ -6,7 +6,7 @@ elements, and the others follow one after the other, each element by element, wi
 initializers, or one at two shapes, that differ in nothing but scalars have equal programs: their kernels are the same.
 
 Scalars that were computed on the way, such as the deviation of ``lecun_normal``, are computed here by numpy, and only
-by operations that IEEE 754 defines to the last bit.
+by operations that IEEE 754 defines to the last bit; on a GPU the device does those that it has faster ones of.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jax import lax
 
 from lazymods import _compat
 from lazymods._recipe import Shape
+from lazymods.state import transfer
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
 UNCHANGED = {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "copy_p", "stop_gradient", "device_put"}
@@ -40,6 +41,7 @@ _EXACT: Mapping[str, Callable[..., Any]] = {
     "neg": np.negative,
     "sqrt": np.sqrt,
 }
+_FAST = {"div", "sqrt"}  # GPUs have faster ones, which are not exact
 
 
 class NotElementwiseError(Exception):
@@ -148,12 +150,12 @@ def read(init: Callable[..., Any], shape: Shape, dtype: Any) -> Reading:
     """Read what ``init(key, shape, dtype)`` computes, by calling it where nothing is known of it yet."""
     if init in (jax.nn.initializers.zeros, jax.nn.initializers.ones) or _compat.drawing_one(init) is not None:
         x64 = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
-        return Reading(_read_cached(init, shape, np.dtype(dtype), x64), None)
+        return Reading(_read_cached(init, shape, np.dtype(dtype), x64, transfer.default_device()), None)
     return _read_anew(init, shape, dtype)
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_cached(init: Callable[..., Any], shape: Shape, dtype: Any, x64: bool) -> Drawn | Constant | None:
+def _read_cached(init: Callable[..., Any], shape: Shape, dtype: Any, x64: bool, device: Any) -> Drawn | Constant | None:
     """Read one of JAX's own initializers, which depend on nothing else."""
     one = _compat.drawing_one(init)
     made = None if one is None else _read_anew(one, shape, dtype, drawn_shape=(1,)).program
@@ -235,10 +237,18 @@ def _scalar(primitive: Any, params: Mapping[str, Any], inputs: Sequence[Any], av
         value = np.asarray(inputs[0]).astype(params["new_dtype"])
     else:
         _require(primitive.name in _EXACT and _is_float(aval.dtype), "an operation that is not exact")
-        with np.errstate(all="raise"):
-            value = np.asarray(_EXACT[primitive.name](*inputs)).astype(aval.dtype)
+        value = _computed(primitive, params, inputs).astype(aval.dtype)
     _require(not _is_float(value.dtype) or _is_normal(value), "a number that XLA takes for zero")
     return value
+
+
+def _computed(primitive: Any, params: Mapping[str, Any], inputs: Sequence[Any]) -> Any:
+    device = transfer.default_device()
+    if primitive.name in _FAST and device.platform != "cpu":
+        with jax.default_device(device):
+            return np.asarray(primitive.bind(*map(jnp.asarray, inputs), **params))
+    with np.errstate(all="raise"):
+        return np.asarray(_EXACT[primitive.name](*inputs))
 
 
 def _scalar_call(closed: Any, inputs: Sequence[Any]) -> Any:
