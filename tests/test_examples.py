@@ -109,3 +109,10 @@ def test_sentence_embeddings(capsys: pytest.CaptureFixture[str]):
     with np.load(Path(__file__).parent / "data" / "minilm_golden.npz") as golden:  # PyTorch's
         np.testing.assert_allclose(np.asarray(vectors), golden["embeddings"], atol=1e-4)
     assert "<All keys matched successfully>" in capsys.readouterr().out
+
+
+def test_compiled_training(capsys: pytest.CaptureFixture[str]):
+    accuracy, counts = load("compiled_training").main()
+    assert accuracy > 0.9
+    assert counts == {"traces": 2, "cache_hits": 8 * 22 - 1}  # train_step, and predict in another mode and shape
+    assert "lm.jit traced Net:" in capsys.readouterr().out
