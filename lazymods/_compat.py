@@ -310,30 +310,13 @@ class _Abstract(core.Tracer):
         return f"Abstract<{self.aval}>"
 
 
-class _AbstractTrace(core.Trace):
-    """A trace that finds the shapes of every operation as executing it would, and keeps nothing.
-
-    ``jax.eval_shape`` keeps every operation, and goes through all of them each time that somebody asks a tracer for
-    an attribute that it lacks, as ``nnx.BatchNorm`` does twice a call: that is quadratic in the number of layers.
-    """
+class OperationByOperation(core.Trace):
+    """A trace that sees the operations within functions that have rules of their own, as executing them does."""
 
     __slots__ = ()
 
-    def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
-        with core.set_current_trace(self):
-            out, effects = primitive.abstract_eval(*map(core.typeof, tracers), **params)
-        made = [_Abstract(self, aval) for aval in (out if primitive.multiple_results else [out])]
-        self.note(primitive, tracers, params, made, effects)
-        return made if primitive.multiple_results else made[0]
-
-    def note(self, primitive: Any, tracers: Any, params: dict[str, Any], made: list[Any], effects: Any) -> None:
-        """See an operation."""
-
-    def stage_value(self, val: Any) -> Any:
-        return val
-
     def _inside(self, fun: Any, tracers: Any) -> Any:
-        with core.set_current_trace(self):  # executed operation by operation
+        with core.set_current_trace(self):
             return fun.call_wrapped(*tracers)
 
     def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
@@ -344,6 +327,35 @@ class _AbstractTrace(core.Trace):
 
     def process_custom_vjp_call(self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **_: Any) -> Any:
         return self._inside(fun, tracers)
+
+
+def abstract(primitive: Any, avals: Sequence[Any], params: dict[str, Any]) -> tuple[Sequence[Any], Any]:
+    """Return what an operation gives, and its effects (``Primitive.abstract_eval``)."""
+    out, effects = primitive.abstract_eval(*avals, **params)
+    return out if primitive.multiple_results else [out], effects
+
+
+class _AbstractTrace(OperationByOperation):
+    """A trace that finds the shapes of every operation as executing it would, and keeps nothing.
+
+    ``jax.eval_shape`` keeps every operation, and goes through all of them each time that somebody asks a tracer for
+    an attribute that it lacks, as ``nnx.BatchNorm`` does twice a call: that is quadratic in the number of layers.
+    """
+
+    __slots__ = ()
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
+        with core.set_current_trace(self):
+            avals, effects = abstract(primitive, list(map(core.typeof, tracers)), params)
+        made = [_Abstract(self, aval) for aval in avals]
+        self.note(primitive, tracers, params, made, effects)
+        return made if primitive.multiple_results else made[0]
+
+    def note(self, primitive: Any, tracers: Any, params: dict[str, Any], made: list[Any], effects: Any) -> None:
+        """See an operation."""
+
+    def stage_value(self, val: Any) -> Any:
+        return val
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, **params: Any) -> Any:
         found: list[Any] = []  # a tree of JAX's own

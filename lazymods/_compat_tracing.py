@@ -12,7 +12,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -20,6 +20,8 @@ import numpy as np
 from jax._src import api_util, array, config, core, literals, pjit
 from jax._src.interpreters import ad, batching, pxla
 from jax._src.numpy import indexing
+
+from lazymods._compat import OperationByOperation
 
 # What a function of jax asks of a tracer while it only looks, as jnp.power does at its exponent, is answered with None.
 # These need the value, and would have it if they were executed: (jax 0.10.2, 0.11.2 and 0.12.0)
@@ -190,7 +192,7 @@ _TRACE_STATE_EQ = type(core.get_opaque_trace_state()).__eq__.__code__
 _worlds: weakref.WeakKeyDictionary[Any, _SameWorld] = weakref.WeakKeyDictionary()
 
 
-class Recorder(core.Trace):
+class Recorder(OperationByOperation):
     """A trace that hands every operation to a :class:`Recording`, one by one, as executing them would run them.
 
     Args:
@@ -219,18 +221,6 @@ class Recorder(core.Trace):
     def stage_value(self, val: Any) -> Any:
         return val if isinstance(val, jax.Array) else self.recording.constant(val)
 
-    def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
-        with core.set_current_trace(self):  # executed operation by operation, as what follows
-            return fun.call_wrapped(*tracers)
-
-    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **_: Any) -> Any:
-        with core.set_current_trace(self):
-            return fun.call_wrapped(*tracers)
-
-    def process_custom_vjp_call(self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **_: Any) -> Any:
-        with core.set_current_trace(self):
-            return fun.call_wrapped(*tracers)
-
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         made = []
 
@@ -241,44 +231,6 @@ class Recorder(core.Trace):
         with core.set_current_trace(self):  # one operation: a jitted function of what is mapped
             out = jax.jit(staged)(*tracers)
         return made[0].update(out)
-
-
-class _Operations:
-    """A recording that is a list: primitive, inputs, parameters and outputs of each operation."""
-
-    def __init__(self) -> None:
-        self.trace = Recorder(self)
-        self.list: list[tuple[Any, Sequence[Any], dict[str, Any], list[Any]]] = []
-
-    def note(self, primitive: Any, inputs: Any, params: Any) -> list[Recorded]:
-        avals, effects = abstract(primitive, list(map(core.typeof, inputs)), params)
-        if effects:
-            raise NotImplementedError(f"{primitive} has effects")
-        made = [Recorded(self.trace, aval, types.SimpleNamespace()) for aval in avals]
-        self.list.append((primitive, list(inputs), params, made))
-        return made
-
-    def constant(self, value: Any) -> Any:
-        return value
-
-    def value(self, recorded: Recorded, reason: str) -> Any:
-        raise jax.errors.ConcretizationTypeError(recorded)
-
-
-def recorded(fun: Callable[[Any], Any], dtype: Any) -> tuple[Any, Any, list[tuple[Any, Sequence[Any], Any, list[Any]]]]:
-    """Call ``fun`` with a scalar that has no value, and note which programs executing it would run, one by one.
-
-    ``jax.make_jaxpr`` does not tell: it takes ``jax.jit(..., inline=True)`` apart.
-
-    Returns:
-        The scalar, what ``fun`` returned, and of every operation primitive, inputs, parameters and outputs.
-    """
-    operations = _Operations()
-    scalar = Recorded(operations.trace, core.ShapedArray((), dtype), types.SimpleNamespace())
-    with core.set_current_trace(operations.trace):
-        out = fun(scalar)
-    operations.trace.invalidate()
-    return scalar, out, operations.list
 
 
 def at(trace: Any) -> Any:
@@ -294,12 +246,6 @@ def current() -> Any:
 def aval_of(value: Any) -> Any:
     """Return shape, dtype and weak type of a value (``jax._src.core.typeof``)."""
     return core.typeof(value)
-
-
-def abstract(primitive: Any, avals: Sequence[Any], params: dict[str, Any]) -> tuple[Sequence[Any], Any]:
-    """Return what an operation gives, and its effects (``Primitive.abstract_eval``)."""
-    out, effects = primitive.abstract_eval(*avals, **params)
-    return out if primitive.multiple_results else [out], effects
 
 
 def executed(value: Any) -> Any:
@@ -385,11 +331,6 @@ def put_as(cls: type[Recorded]) -> None:
 def array_type() -> type:
     """Return the class of arrays that have a value (``jax._src.array.ArrayImpl``)."""
     return array.ArrayImpl
-
-
-def is_tracer(value: Any) -> bool:
-    """Whether a value is a tracer (``core.Tracer``)."""
-    return isinstance(value, core.Tracer)
 
 
 _NUMBERS = frozenset({bool, int, float, complex, *literals.typed_scalar_types})

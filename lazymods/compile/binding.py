@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from lazymods import _compat_jit
@@ -19,6 +18,7 @@ from lazymods.compile.arguments import Arguments
 from lazymods.compile.captures import Captured
 from lazymods.compile.guards import Graph, graph_of
 from lazymods.compile.picture import Picture
+from lazymods.compile.program import signature_of
 from lazymods.compile.trace import Place
 
 
@@ -122,8 +122,7 @@ class Binding:
 
     def signature(self) -> Hashable:
         """Return what else a program depends on: shapes, dtypes, shardings in types, and the settings of JAX."""
-        flat, treedef = jax.tree.flatten(self.leaves)
-        return treedef, tuple(map(jax.typeof, flat)), _compat_jit.trace_context()
+        return signature_of(self.leaves)
 
     def numbers_of(self, targets: Sequence[Any]) -> list[int]:
         """Return which of this call's targets some Variables and places are."""

@@ -10,21 +10,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
-from lazymods import _compat_jit
 from lazymods.compile.metrics import COUNTS
 from lazymods.compile.paths import Paths
-from lazymods.compile.program import OtherSignatureError
+from lazymods.compile.program import OtherSignatureError, signature_of
 from lazymods.compile.records import Record
 from lazymods.compile.trace import LOCK, Body
-
-# what JAX raises where Python wants a value of a tracer
-DECIDES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 class _Present(threading.local):
@@ -52,7 +42,7 @@ class BranchingProgram:
         self.at = list(self.takes)
         self.ran = False
         self._traced = traced
-        self._signature = _signature(leaves)
+        self._signature = signature_of(leaves)
         self._present = _Present()
         self._paths = Paths(self._trace, max_paths, name)
 
@@ -70,7 +60,7 @@ class BranchingProgram:
             OtherSignatureError: If the program is for other leaves or another setting.
             LazyError: If there would be more paths than ``max_paths``.
         """
-        if _signature(leaves) != self._signature:
+        if signature_of(leaves) != self._signature:
             raise OtherSignatureError
         self._present.make_body = make_body
         try:
@@ -88,15 +78,7 @@ class BranchingProgram:
         record = body.record
         assert record is not None  # the body has run
         COUNTS.add(traces=1)
-        given = {id(leaf): i for i, leaf in enumerate(leaves)}
-        same = {n: given.get(id(outputs[out.number])) for n, (_, out) in enumerate(record.writes)}
-        unchanged = {n for n, (target, _) in enumerate(record.writes) if same[n] == body.inputs + target}
-        record.passes_on = any(same[n] is not None for n in same.keys() - unchanged)
-        kept = record.drop_writes(unchanged)
+        places = {target: body.inputs + target for target in self.takes}
+        kept = record.drop_writes(record.find_unchanged(outputs, leaves, places))
         self._traced()
         return [outputs[i] for i in kept], record
-
-
-def _signature(leaves: Sequence[Any]) -> Any:
-    flat, treedef = jax.tree.flatten(leaves)
-    return treedef, tuple(map(jax.typeof, flat)), _compat_jit.trace_context()

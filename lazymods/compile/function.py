@@ -27,11 +27,11 @@ import jax
 from flax import nnx
 
 from lazymods import _compat_jit
-from lazymods._errors import LazyError, Problem, describe
+from lazymods._errors import NOT_TRACEABLE, LazyError, Problem, describe
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter, is_input
 from lazymods.compile.binding import Binding, write
-from lazymods.compile.branching import DECIDES, BranchingProgram
+from lazymods.compile.branching import BranchingProgram
 from lazymods.compile.cache import Cache, CacheInfo
 from lazymods.compile.captures import Captures
 from lazymods.compile.explain import Situation, note_path, note_trace, structure_of
@@ -82,13 +82,13 @@ class Plan:
                 raise OtherSignatureError
         return values
 
-    def run(self, values: list[Any], variables: Sequence[Any], make_body: Callable[[], Body]) -> Any:
+    def run(self, values: list[Any], variables: Sequence[Any], make_body: Callable[[], Body] | None) -> Any:
         """Run the program for a call that has nothing but Variables; return the record if more is to be done.
 
         Args:
             values: All values; may be changed.
             variables: All Variables.
-            make_body: Returns the body of the call, if it takes a path that is not known.
+            make_body: Returns the body of the call, for a program that has branches.
         """
         if self.impls or self.order is not None:
             values = self.leaves(values)
@@ -217,13 +217,14 @@ class JitFunction:
         if stages != STAGES.number or stages & 1:  # another thread is tracing with these objects, perhaps
             return self._call(args, kwargs)
         try:
-            record, out = hot.plan.run(values, variables, lambda: self._body(*self.bind(args, {})))
+            make_body = functools.partial(self._body_of, args, kwargs) if hot.plan.branches else None
+            record, out = hot.plan.run(values, variables, make_body)
         except OtherSignatureError:
             return self._call(args, kwargs)
         COUNTS.hits += 1
         if record is None:
             return out
-        return self._replay(record, out, self._bind(self._splitter.split(args, kwargs)), hot.plan)
+        return self._replay(record, out, self.bind(args, kwargs)[1], hot.plan)
 
     # ------------------------------------------------------------ the long way
 
@@ -306,7 +307,7 @@ class JitFunction:
         """Do what :meth:`make` does; where Python decides on values, the program has a path for each decision."""
         try:
             return self.make(arguments, call)
-        except DECIDES as error:
+        except NOT_TRACEABLE as error:
             if not call.executing:
                 raise
             if call.lazy:
@@ -321,6 +322,9 @@ class JitFunction:
             return self._function(*args, **kwargs)
 
         return Body(run, call.reach, call.inputs, call.targets, call.impls)
+
+    def _body_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Body:
+        return self._body(*self.bind(args, kwargs))
 
     def _note_path(self) -> None:
         note_path(self.name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -102,7 +102,7 @@ class Program:
     def _flat(self, leaves: Sequence[Any]) -> list[Any]:
         flat = jax.tree.leaves(leaves)
         if any(map(_compat.is_tracer, flat)) or not flat:
-            signature = tuple(map(jax.typeof, flat)), _compat_jit.trace_context()
+            signature = signature_of(flat)
             self._traced = self._traced or signature
             if self._traced != signature:
                 raise OtherSignatureError
@@ -115,6 +115,12 @@ class Program:
         for number, leaf in zip(self._order, [*moving, *still], strict=True):
             leaves[number] = leaf
         return self._flat(leaves)
+
+
+def signature_of(leaves: Sequence[Any]) -> Hashable:
+    """Return what else a program depends on: shapes, dtypes, shardings in types, and the settings of JAX."""
+    flat, treedef = jax.tree.flatten(leaves)
+    return treedef, tuple(map(jax.typeof, flat)), _compat_jit.trace_context()
 
 
 def getter(numbers: Sequence[int]) -> Any:
@@ -163,14 +169,7 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
         inputs += range(starts[-1], starts[-1] + len(taken))
     input_of_target = {target: inputs[body.inputs + i] for i, target in enumerate(takes)}
     ins, outs = closed.jaxpr.invars, closed.jaxpr.outvars
-    unchanged = set()
-    for number, (target, out) in enumerate(record.writes):
-        index = input_of_target.get(target)
-        if index is not None and outs[out.number] is ins[index]:
-            unchanged.add(number)
-    given = set(map(id, ins))
-    new = [out.number for n, (_, out) in enumerate(record.writes) if n not in unchanged]
-    record.passes_on = any(id(outs[n]) in given for n in new)
+    unchanged = record.find_unchanged(outs, ins, input_of_target)
     avals = [v.aval for v in outs]
     numbers = [(input_of_target.get(target), out.number) for target, out in record.writes]
     kept = [pair for n, pair in enumerate(numbers) if n not in unchanged]

@@ -8,7 +8,7 @@ the program's outputs, objects that the function made by how to make them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -126,6 +126,24 @@ class Record:
         if type(self.out) is Out:
             return outputs[self.out.number]
         return Replay(self, outputs, ()).out()
+
+    def find_unchanged(
+        self, outputs: Sequence[Any], inputs: Sequence[Any], places: Mapping[int, int | None]
+    ) -> set[int]:
+        """Return the writes, by number, that give a target the input that it had; note whether others pass one on.
+
+        Args:
+            outputs: The outputs of the trace.
+            inputs: Its inputs.
+            places: Of a target, by number, the number of its input.
+        """
+        found = {}
+        for number, (target, out) in enumerate(self.writes):
+            place, array = places.get(target), outputs[out.number]
+            found[number] = (place is not None and array is inputs[place], array)
+        given = set(map(id, inputs))
+        self.passes_on = any(not same and id(array) in given for same, array in found.values())
+        return {number for number, (same, _) in found.items() if same}
 
     def drop_writes(self, unchanged: set[int]) -> list[int]:
         """Forget writes, by number, and the outputs that nothing else names; return the numbers of those that stay."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from lazymods import _compat
 from lazymods import _compat_tracing as tracing
 from lazymods.compile.cache import Cache, CacheInfo, resized
 from lazymods.lazytensor import metrics
@@ -90,7 +91,7 @@ def execute(graph: Graph, held: Callable[[], list[Cell]], trace: Any, settings: 
     with _LOCK:
         entry.functions[results] = function
         _shrink()
-        _running.extend(weakref.ref(value) for value in values if not tracing.is_tracer(value))
+        _running.extend(weakref.ref(value) for value in values if not _compat.is_tracer(value))
         if len(_running) > _MOST:
             _running[:] = [ref for ref in _running if not has_arrived(ref())]
     found = dict(zip(results, values, strict=True))

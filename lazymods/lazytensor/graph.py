@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from lazymods import _compat
 from lazymods import _compat_tracing as tracing
 
 
@@ -57,7 +58,7 @@ class Kind:
         self.params = params
         self.settings = settings
         self.operands = operands
-        results, effects = tracing.abstract(primitive, operands, params)
+        results, effects = _compat.abstract(primitive, operands, params)
         self.results = tuple(results)
         self.effects = bool(effects)
 

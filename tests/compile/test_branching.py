@@ -148,6 +148,20 @@ def test_an_error_on_a_new_path_changes_nothing() -> None:
     np.testing.assert_array_equal(net.first.bias.get_value(), 2 * np.ones(8))
 
 
+def test_paths_are_found_by_keyword_arguments_too() -> None:
+    f = lm.jit(lambda x, scale: x * scale if x.sum() > 0 else -x)
+    for sign in (1, 1, -1, 1, -1):
+        x = sign * jnp.ones(2)
+        np.testing.assert_array_equal(f(x, scale=jnp.float32(3)), x * 3 if sign > 0 else -x)
+
+
+def test_a_boolean_index_is_a_decision() -> None:
+    f = lm.jit(lambda x: x[x > 0])
+    for values in ([1.0, -1.0, 2.0], [-1.0, -1.0, 2.0], [1.0, -1.0, 2.0]):
+        x = jnp.array(values)
+        np.testing.assert_array_equal(f(x), x[x > 0])
+
+
 def test_explain_names_a_new_path() -> None:
     f = lm.jit(lambda x: x if x.sum() > 0 else -x)
     f(jnp.ones(2))
