@@ -84,6 +84,12 @@ class Node:
         """``data_names``, as the objects of this description share them."""
         return _compat.mapping_of_names(dict(self.data_names))
 
+    def with_attributes(self, attributes: Mapping[str, Any]) -> Node:
+        """Describe the same object with other values of its attributes."""
+        other = Node(self.cls, attributes, self.data_names)
+        other.__dict__["names"] = self.names  # made once
+        return other
+
 
 @dataclasses.dataclass(frozen=True)
 class Container:
@@ -124,6 +130,21 @@ class Blueprint:
         """The equation of the program that computes each variable."""
         return {v: equation for equation in self.program.jaxpr.eqns for v in equation.outvars}
 
+    def source_of(self, slot: Slot) -> Any:
+        """Return the equation of a slot that is one call of an initializer, or full of one value; else None."""
+        variable = self.program.jaxpr.outvars[slot.index]
+        equation = None if hasattr(variable, "val") else self.producers.get(variable)
+        if equation is None or equation.primitive is init_p:
+            return equation
+        full = equation.primitive is jax.lax.broadcast_in_dim_p and np.shape(equation.invars[0].aval) == ()
+        return equation if full and hasattr(equation.invars[0], "val") else None
+
+    def resized(self, root: Node, slots: Mapping[Path, Slot], values: Mapping[str, Any]) -> Blueprint:
+        """Describe what the constructor makes at other sizes, where each slot has a source (:meth:`source_of`)."""
+        other = Blueprint(root, slots, self.program, self.draws, values)
+        other.__dict__["producers"] = self.producers  # made once
+        return other
+
     def run(self, slots: Sequence[Slot], keys: Sequence[Any]) -> list[Any]:
         """Compute some of the slots, each equation in the current trace.
 
@@ -139,8 +160,9 @@ class Blueprint:
             return atom.val if hasattr(atom, "val") else env[atom]
 
         wanted = [jaxpr.outvars[s.index] for s in slots]
+        shapes = {v: s.shape for v, s in zip(wanted, slots, strict=True) if not hasattr(v, "val")}
         for equation in _needed(jaxpr.eqns, wanted):
-            out = _run_equation(equation, [read(v) for v in equation.invars])
+            out = _run_equation(equation, [read(v) for v in equation.invars], shapes.get(equation.outvars[0]))
             env.update(zip(equation.outvars, out, strict=True))
         return [jnp.asarray(read(v)) for v in wanted]
 
@@ -156,15 +178,17 @@ def _needed(equations: Sequence[Any], wanted: Sequence[Any]) -> Iterator[Any]:
     return reversed(keep)
 
 
-def _run_equation(equation: Any, inputs: list[Any]) -> Sequence[Any]:
+def _run_equation(equation: Any, inputs: list[Any], shape: Shape | None) -> Sequence[Any]:
+    """Do an operation; ``shape`` is that of the slot that it makes, if it makes one."""
+    sized = shape is not None and "shape" in equation.params
+    params = equation.params | {"shape": shape} if sized else equation.params
     if equation.primitive is init_p:
-        params = equation.params
         constant = _constant(**params)
         return [params["call"](inputs[0], params["shape"], params["dtype"]) if constant is None else constant]
     if equation.primitive is fold_p:
         key, count = inputs
         return [jax.random.fold_in(key, count)]
-    return _compat.bind_equation(equation, inputs)
+    return _compat.bind_equation(equation, inputs, params)
 
 
 _CONSTANTS = ((jax.nn.initializers.zeros, 0), (jax.nn.initializers.ones, 1))

@@ -12,7 +12,8 @@ from lazymods._blueprint import Container, Given, Node, Slot, Static
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import UninitializedArray, placeholder_type
 from lazymods._recipe import Recipe, StaticKeys, key_source
-from lazymods._spec import LayerSpec, SlotSource, Template
+from lazymods._spec import LayerSpec, SlotSource
+from lazymods._template import Template
 
 
 class LazyState:

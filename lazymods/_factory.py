@@ -253,7 +253,8 @@ def _mould(name: str, twin: _Twin, args: Any, kwargs: Any) -> tuple[Mould, dict[
 
     def specify(unknown: dict[str, Any], guesses: tuple[dict[str, Any], ...]) -> LayerSpec:
         options = tuple(plan.options)
-        return LayerSpec(name, plan.cls, plain, unknown, options, described, takes_rngs, tuple(modules), guesses)
+        given = (described, takes_rngs, tuple(modules), guesses)
+        return LayerSpec(name, plan.cls, plain, unknown, options, *given, plan.scales)
 
     return Mould(*_first_that_reads(plan, specify, structure, modules)), modules
 

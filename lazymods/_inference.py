@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -42,8 +44,9 @@ def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
         >>> report.output.shape, report.total_parameters
         ((32, 4), 212)
     """
-    session = Session(model, args, kwargs).run()
-    return report_of(model, session, _plan(session, calling=False))
+    with _no_collections():
+        session = Session(model, args, kwargs).run()
+        return report_of(model, session, _plan(session, calling=False))
 
 
 def materialize(
@@ -86,7 +89,7 @@ def materialize(
         ('Linear', (3, 4))
     """
     dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
-    with _lifecycle.LOCK:
+    with _lifecycle.LOCK, _no_collections():
         session = Session(model, args, kwargs)
         snapshot = Snapshot(*session.roots)
         where = device if init_backend is None else jax.local_devices(backend=init_backend)[0]
@@ -111,6 +114,18 @@ def materialize(
             snapshot.restore()
             raise
     return report.of_finished(model)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Put off the collection of cycles: nearly all that is made here is kept, and each would go through all of it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _move(model: Any, paths: set[Path], device: Any) -> None:

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lazymods import _compat, _graph
+from lazymods import _compat, _compat_abstract, _graph
 from lazymods._blueprint import Blueprint, Node, Slot, Static
 from lazymods._building import Builder, Mould
 from lazymods._errors import Problem, ShapeInferenceError, located
@@ -31,7 +31,8 @@ from lazymods._placeholder import (
     fits,
     show_shape,
 )
-from lazymods._spec import LayerSpec, SlotSource, Template, same_static
+from lazymods._spec import LayerSpec, SlotSource
+from lazymods._template import Template, same_static
 from lazymods.compile.metrics import COUNTS
 
 TRANSIENT = (nnx.Cache, nnx.Intermediate)  # no state dict holds them: a loaded layer starts with new ones
@@ -87,7 +88,7 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     level = _compat.home_trace(layer) if abstract else level_of(layer, empty.values())
     with _compat.at_trace(level):
         if abstract:
-            arrays = {p: jax.lax.full(blueprint.slots[p].shape, 0, v.dtype) for p, v in empty.items()}
+            arrays = {p: _compat_abstract.zeros(blueprint.slots[p].shape, v.dtype) for p, v in empty.items()}
         elif any(isinstance(k, jax.ShapeDtypeStruct) for v in empty.values() for k in v.recipe.keys):
             # a model that nnx.eval_shape made: abstract keys give abstract parameters
             arrays = {p: jax.ShapeDtypeStruct(blueprint.slots[p].shape, v.dtype) for p, v in empty.items()}
@@ -122,7 +123,7 @@ def _conform(layer: Any, blueprint: Blueprint) -> None:
     traced = (v.recipe.keys for v in _graph.variables(layer) if isinstance(v, UninitializedVariable))
     keys = next(traced, ()) if static is None else static.arrays
     shapes = {p: s.shape for p, s in blueprint.slots.items()}
-    builder = Builder(Mould(spec, Template(blueprint, shapes, {}, frozenset())), keys, {})
+    builder = Builder(Mould(spec, Template(blueprint, {}, {}, shapes, frozenset())), keys, {})
     _conform_node(layer, blueprint.root, spec.template.blueprint.root, (), builder)
 
 

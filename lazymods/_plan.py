@@ -25,6 +25,7 @@ class Plan:
         wraps: The argument whose module is initialized first.
         wrapped_call: From the arguments of the call, those with which the wrapped module is called.
         optional: Required arguments that may be None in the lazy class, still by position.
+        scales: See :class:`lazymods._spec.LayerSpec`.
     """
 
     cls: type
@@ -37,3 +38,4 @@ class Plan:
     wraps: str | None = None
     wrapped_call: Callable[..., Call] = lambda *args, **kwargs: (args, kwargs)
     optional: tuple[str, ...] = ()
+    scales: tuple[str, ...] | None = None

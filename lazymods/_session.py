@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lazymods import _compat, _first_call, _graph, _hooks, _lifecycle
+from lazymods import _compat, _compat_abstract, _first_call, _graph, _hooks, _lifecycle
 from lazymods._errors import (
     NOT_TRACEABLE,
     LazyError,
@@ -158,7 +158,7 @@ class Session:
             self.ready = self._finish(model)
             return _arrays_only(output)
 
-        self.output = _compat.call_abstractly(traced, self._arguments.arrays)
+        self.output = _compat_abstract.call_abstractly(traced, self._arguments.arrays)
 
     def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

@@ -1,9 +1,11 @@
 """The static side of a lazy layer: its class, its arguments, and which sizes are still unknown.
 
 A :class:`LayerSpec` is immutable and hashable; it is what copies of a layer share. Reading the constructor at
-a few probe sizes gives the :class:`Template`: the partial shape of each Variable, how each unknown axis follows
-from the sizes (``a*n + b``), and which attributes must wait. The same formulas, turned round, read the sizes
-from the shapes in a checkpoint.
+a few probe sizes gives its template (see ``_template``). The same formulas, turned round, read the sizes from the
+shapes in a checkpoint.
+
+Layers of a class that only scales (``LayerSpec.scales``) make up a family if they differ in sizes alone: the
+constructor is read for the family, and what it makes of each layer is computed.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 import jax
@@ -20,55 +21,17 @@ from flax import nnx
 
 from lazymods import _blueprint, _compat
 from lazymods._arguments import Ignored, UnhashableError, common_multiple, constructor_parameters, freeze
-from lazymods._blueprint import Blueprint, Node, Path, Static
+from lazymods._blueprint import Blueprint, Path
 from lazymods._errors import Problem, UninitializedError, check_pickles
 from lazymods._graph import dotted
 from lazymods._placeholder import SIZE_LINE, UninitializedVariable
-from lazymods._recipe import PartialShape, Shape
+from lazymods._recipe import Shape
+from lazymods._template import Sizes, Template, fit
 
-Sizes = dict[str, int]
 PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 
 
 REFUSALS = (ValueError, TypeError, ZeroDivisionError, AssertionError, LookupError, AttributeError)
-
-
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """How long an axis is: ``sum(factor * size) + offset``; unknown altogether if ``factors`` is None."""
-
-    factors: Mapping[str, Fraction] | None
-    offset: Fraction
-
-    def length(self, sizes: Sizes) -> Fraction:
-        """Return how long the axis is, of an axis that has a formula; sizes that are not given count nothing."""
-        return self.offset + sum((f * sizes[n] for n, f in (self.factors or {}).items() if n in sizes), Fraction(0))
-
-    def solve(self, length: int, known: Sizes) -> tuple[str, Fraction] | None:
-        """Return the one size that follows from the length, if all others are known."""
-        if self.factors is None:
-            return None
-        free = [n for n in self.factors if n not in known]
-        if len(free) != 1:
-            return None
-        return free[0], (length - self.length(known)) / self.factors[free[0]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Template:
-    """What is known of a layer before its sizes are.
-
-    Attributes:
-        blueprint: The constructor, read at the first probe.
-        shapes: Partial shape by slot, None where the rank depends on the sizes.
-        axes: The formula of each axis, by slot.
-        pending: Paths of static attributes that depend on the sizes.
-    """
-
-    blueprint: Blueprint
-    shapes: Mapping[Path, PartialShape | None]
-    axes: Mapping[Path, tuple[Axis, ...]]
-    pending: frozenset[Path]
 
 
 class LayerSpec:
@@ -85,6 +48,8 @@ class LayerSpec:
         rngs_name: The constructor's argument for them, None if it takes none.
         modules: Names of the arguments that are modules; they are part of the layer, not of the spec.
         guesses: Other structures that ``unknown`` may have, if its own was guessed.
+        scales: Arguments that were given of which, as of those that are inferred, nothing depends but how long axes
+            are and what integers the object holds, each as ``a*n + b``. None if that is not known of the class.
     """
 
     def __init__(
@@ -98,9 +63,11 @@ class LayerSpec:
         rngs_name: str | None,
         modules: tuple[str, ...] = (),
         guesses: tuple[Mapping[str, Any], ...] = (),
+        scales: tuple[str, ...] | None = None,
     ) -> None:
         self.name, self.cls, self.config, self.unknown, self.options = name, cls, dict(config), dict(unknown), options
         self.streams, self.rngs_name, self.modules, self.guesses = streams, rngs_name, modules, guesses
+        self.scales = scales
         self.arguments = {k: v for k, v in self.config.items() if k not in options and k not in self.unknown}
         try:
             self.key: Any = (name, cls, freeze(self.config), freeze(self.unknown), options, streams, rngs_name, modules)
@@ -146,6 +113,7 @@ class LayerSpec:
             self.rngs_name,
             self.modules,
             self.guesses,
+            self.scales,
         )
 
     # ------------------------------------------------------------ sizes
@@ -160,6 +128,10 @@ class LayerSpec:
         for argument, value in tree.items():
             for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda v: v is None):
                 yield argument + jax.tree_util.keystr(path), leaf
+
+    def sizes_of(self, values: Mapping[str, Any]) -> Sizes:
+        """Return the sizes by name from the inferred arguments."""
+        return dict(self._leaves(values))
 
     def values(self, sizes: Sizes) -> dict[str, Any]:
         """Return the inferred arguments for given sizes."""
@@ -235,11 +207,20 @@ class LayerSpec:
         base, *others = self.trace(wanted, modules)
         probes = list(zip(names, doubled, others, strict=False))
         check = list(zip([*third, first], others[len(names) :], strict=False))
-        axes = {
-            path: tuple(_formula(path, i, first, base, probes, check) for i in range(len(s.shape)))
-            for path, s in base.slots.items()
-        }
-        return _template(base, axes, others)
+        return fit((first, base), probes, check)
+
+    def of_family(self) -> Template | None:
+        """Compute the template from that of the layers that differ in sizes alone; None if it has to be read."""
+        given = {n: self.config[n] for n in self.scales or () if n in self.arguments}
+        if not given or any(type(v) is not int for v in given.values()):
+            return None
+        config = {k: v for k, v in self.config.items() if k not in given}
+        unknown = {**self.unknown, **dict.fromkeys(given)}
+        family = LayerSpec(self.name, self.cls, config, unknown, self.options, self.streams, self.rngs_name, scales=())
+        try:
+            return family.template.fixed(given)
+        except REFUSALS:  # it may be taken with these sizes, and says what is wrong with them if not
+            return None
 
     # ------------------------------------------------------------ reading sizes back
 
@@ -307,18 +288,6 @@ class LayerSpec:
         return sizes, conflicts
 
 
-def _template(base: Blueprint, axes: Mapping[Path, tuple[Axis, ...]], others: Sequence[Blueprint]) -> Template:
-    shapes: dict[Path, PartialShape | None] = {}
-    for path in axes:
-        ranks = {len(b.slots[path].shape) for b in (base, *others) if path in b.slots}
-        known = tuple(int(a.offset) if a.factors == {} else None for a in axes[path])
-        shapes[path] = known if len(ranks) == 1 else None  # not even the rank is sure
-    pending: set[Path] = set()
-    for other in others:
-        pending |= set(_different(base.root, other.root, ()))
-    return Template(base, shapes, axes, frozenset(pending))
-
-
 def _stand_ins(modules: Mapping[str, Any], probe: int) -> dict[str, Any]:
     """Copy modules with every placeholder filled at a probe size (inside a trace: nothing is allocated)."""
     out = {}
@@ -331,61 +300,13 @@ def _stand_ins(modules: Mapping[str, Any], probe: int) -> dict[str, Any]:
     return out
 
 
-def _formula(
-    path: Path,
-    axis: int,
-    first: Sizes,
-    base: Blueprint,
-    probes: Sequence[tuple[str, Sizes, Blueprint]],
-    check: Sequence[tuple[Sizes, Blueprint]],
-) -> Axis:
-    """Fit ``sum(factor * size) + offset`` to one axis, and check it at the sizes that were not used."""
-    length = base.slots[path].shape[axis]
-    factors: dict[str, Fraction] = {}
-    for name, sizes, blueprint in probes:
-        slot = blueprint.slots.get(path)
-        if slot is None or len(slot.shape) != len(base.slots[path].shape):
-            return Axis(None, Fraction(0))
-        if slot.shape[axis] != length:
-            factors[name] = Fraction(slot.shape[axis] - length, sizes[name] - first[name])
-    fitted = Axis(factors, length - Axis(factors, Fraction(0)).length(first))
-    for sizes, blueprint in check:
-        slot = blueprint.slots.get(path)
-        if slot is None or len(slot.shape) <= axis or slot.shape[axis] != fitted.length(sizes):
-            return Axis(None, Fraction(0))
-    return fitted
-
-
-def _different(a: Any, b: Any, path: Path) -> Iterator[Path]:
-    """Paths of the static attributes in which two descriptions differ."""
-    if isinstance(a, Node) and isinstance(b, Node):
-        for name in a.attributes:
-            if name not in b.attributes:
-                yield (*path, name)
-            else:
-                yield from _different(a.attributes[name], b.attributes[name], (*path, name))
-    elif isinstance(a, Static) and not (isinstance(b, Static) and same_static(a.value, b.value)):
-        yield path
-
-
-def same_static(a: Any, b: Any) -> bool:
-    """Whether two static attributes are the same, by type and value."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    try:
-        return bool(a == b)
-    except (ValueError, TypeError):  # arrays, and what refuses to be compared
-        return False
-
-
 # ---------------------------------------------------------------- caches
 
 
 @functools.lru_cache(maxsize=4096)
 def _cached_blueprint(spec: LayerSpec, key: Any, context: Any, values: Ignored) -> Blueprint:
-    return spec.trace([(values.value, None)], {})[0]
+    made = None if spec.scales is None else spec.template.at(spec.sizes_of(values.value), values.value)
+    return made or spec.trace([(values.value, None)], {})[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -395,7 +316,7 @@ def _cached_reading(spec: LayerSpec, shapes: Any, context: Any, template: Ignore
 
 @functools.lru_cache(maxsize=4096)
 def _cached_template(spec: LayerSpec, context: Any) -> Template:
-    return spec.probe({})
+    return spec.of_family() or spec.probe({})
 
 
 def context() -> Any:

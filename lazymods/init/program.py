@@ -1,7 +1,7 @@
 """From an initializer to a program over elements, if it is one.
 
 An initializer is called once with a key that has no value, and the programs that executing it would run are noted
-(:func:`lazymods._compat.recorded`). It is a program over elements if one of them draws random bits for all
+(:func:`lazymods._compat_abstract.recorded`). It is a program over elements if one of them draws random bits for all
 elements, and the others follow one after the other, each element by element, with scalars for all else. Two
 initializers, or one at two shapes, that differ in nothing but scalars have equal programs: their kernels are the same.
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lazymods import _compat
+from lazymods import _compat, _compat_abstract
 from lazymods._recipe import Shape
 from lazymods.state import transfer
 
@@ -87,6 +87,8 @@ class Unit:
         steps: The operations.
         output: The number of the result.
         dtype: The result's dtype.
+
+    It is a key in many tables, and long: its hash is kept.
     """
 
     drawn: tuple[bool, ...]
@@ -94,6 +96,13 @@ class Unit:
     steps: tuple[Step, ...]
     output: int
     dtype: np.dtype[Any]
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.drawn, self.dtypes, self.steps, self.output, self.dtype))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +157,9 @@ _NOTHING = Reading(None, None)
 
 def read(init: Callable[..., Any], shape: Shape, dtype: Any) -> Reading:
     """Read what ``init(key, shape, dtype)`` computes, by calling it where nothing is known of it yet."""
-    if init in (jax.nn.initializers.zeros, jax.nn.initializers.ones) or _compat.drawing_one(init) is not None:
+    if init is jax.nn.initializers.zeros or init is jax.nn.initializers.ones:
+        return Reading(Constant(np.dtype(dtype).type(init is jax.nn.initializers.ones)), None)
+    if _compat.drawing_one(init) is not None:
         x64 = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         return Reading(_read_cached(init, shape, np.dtype(dtype), x64, transfer.default_device()), None)
     return _read_anew(init, shape, dtype)
@@ -165,7 +176,7 @@ def _read_cached(init: Callable[..., Any], shape: Shape, dtype: Any, x64: bool, 
 def _read_anew(init: Callable[..., Any], shape: Shape, dtype: Any, drawn_shape: Shape | None = None) -> Reading:
     result = shape if drawn_shape is None else drawn_shape
     try:
-        key, out, operations = _compat.recorded(lambda key: init(key, shape, dtype), _compat.threefry_dtype())
+        key, out, operations = _compat_abstract.recorded(lambda key: init(key, shape, dtype), _compat.threefry_dtype())
         if np.shape(out) != result or _compat.dtype_of(out) != dtype:
             return _NOTHING
     except Exception:  # whatever is wrong, calling it says it better
@@ -209,21 +220,49 @@ def _read(key: Any, out: Any, operations: Sequence[Any], size: int) -> Drawn | C
             scalars[id(outputs[0])] = _scalar(primitive, params, known, outputs[0].aval)
             continue
         _require(draws == (last is None), "two draws")
-        builder = _UnitBuilder(size)
-        arguments = []
         for x, value in zip(inputs, known, strict=True):
             _require(x is key or value is not None or x is last, "a value that is not the last one")
-            arguments.append(_KEY if x is key else builder.add_input(x.dtype if value is None else value.dtype, value))
-        made = builder.operation(primitive, params, arguments, outputs[0].aval)
-        _require(made.drawn and made.size == size and builder.draws == draws, "a result that is not drawn")
-        if builder.steps:
-            units.append(builder.unit(made))
-            taken.append(tuple(builder.scalars))
+        pairs = list(zip(inputs, known, strict=True))
+        kinds = tuple([None if x is key else (v is None, np.dtype((x if v is None else v).dtype)) for x, v in pairs])
+        unit = _unit(primitive, tuple(params.items()), kinds, outputs[0].aval, size)
+        if unit is not None:
+            units.append(unit)
+            taken.append(tuple([value.reshape(())[()] for value in known if value is not None]))
         last = outputs[0]
     if last is not None:
         _require(out is last, "a result of its own")
         return Drawn(tuple(units), tuple(taken))
     return Constant(scalars[id(out)].reshape(())[()])
+
+
+def _unit(
+    primitive: Any, params: Any, kinds: tuple[tuple[bool, np.dtype[Any]] | None, ...], aval: Any, size: int
+) -> Unit | None:
+    """Return an operation as a unit, None if it changes nothing.
+
+    Args:
+        primitive: The operation.
+        params: Names and values of its parameters.
+        kinds: Of each input, whether it is drawn, and its dtype; None for the key.
+        aval: Shape and dtype of the result.
+        size: The number of elements that are drawn.
+    """
+    try:
+        hash(params)
+    except TypeError:
+        return _new_unit(primitive, params, kinds, aval, size)
+    return _cached_unit(primitive, params, kinds, aval, size)
+
+
+def _new_unit(primitive: Any, params: Any, kinds: Any, aval: Any, size: int) -> Unit | None:
+    builder = _UnitBuilder(size)
+    inputs = [_KEY if kind is None else builder.add_input(*kind) for kind in kinds]
+    made = builder.operation(primitive, dict(params), inputs, aval)
+    _require(made.drawn and made.size == size and builder.draws == (None in kinds), "a result that is not drawn")
+    return builder.unit(made) if builder.steps else None
+
+
+_cached_unit = functools.lru_cache(maxsize=256)(_new_unit)
 
 
 def _scalar(primitive: Any, params: Mapping[str, Any], inputs: Sequence[Any], aval: Any) -> Any:
@@ -292,16 +331,12 @@ class _UnitBuilder:
     def __init__(self, size: int) -> None:
         self.size = size
         self.inputs: list[tuple[bool, np.dtype[Any]]] = []
-        self.scalars: list[Any] = []
         self.steps: list[Step] = []
         self.draws = False
 
-    def add_input(self, dtype: Any, scalar: Any) -> _Value:
-        """Add an input, a scalar or (None) what the unit before gave."""
-        drawn = scalar is None
-        if not drawn:
-            self.scalars.append(scalar.reshape(())[()])
-        self.inputs.append((drawn, np.dtype(dtype)))
+    def add_input(self, drawn: bool, dtype: np.dtype[Any]) -> _Value:
+        """Add an input, what the unit before gave or a scalar."""
+        self.inputs.append((drawn, dtype))
         return _Value(len(self.inputs) - 1, drawn, self.size if drawn else 1, dtype)
 
     def unit(self, made: _Value) -> Unit:

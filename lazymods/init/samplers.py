@@ -74,6 +74,7 @@ def never_tiny(units: Sequence[Unit], bounds: Sequence[Any], factor: Any) -> boo
     return large and all(inverse) and skeleton(first) in _samplers(first.dtype, _x64())
 
 
+@functools.lru_cache(maxsize=256)
 def skeleton(unit: Unit) -> Skeleton:
     """What a unit does to elements; two that differ in how their scalars were converted have the same one."""
     elements: dict[Any, bool] = dict(enumerate(unit.drawn))

@@ -26,9 +26,10 @@ def request(blueprint: Blueprint, slot: Slot, keys: Sequence[Any], dtype: Any, k
         known: Values of keys and counters on the host by id, filled as they are met; the arrays must stay alive.
     """
     jaxpr = blueprint.program.jaxpr
-    variable = jaxpr.outvars[slot.index]
+    variable, shape = jaxpr.outvars[slot.index], slot.shape
     equation = None if hasattr(variable, "val") else blueprint.producers.get(variable)
     while equation is not None and equation.primitive.name == "reshape" and equation.params["dimensions"] is None:
+        shape = equation.invars[0].aval.shape
         equation = blueprint.producers.get(equation.invars[0])
     if equation is not None and equation.primitive.name == "broadcast_in_dim":
         return _full(equation, slot, dtype)
@@ -37,8 +38,7 @@ def request(blueprint: Blueprint, slot: Slot, keys: Sequence[Any], dtype: Any, k
     given = dict(zip(jaxpr.invars, keys, strict=True))
     value = _on_host(blueprint, equation.invars[0], given, known)
     key = value if isinstance(value, tuple) else None
-    params = equation.params
-    return Request(params["call"], key, params["shape"], params["dtype"], slot.shape, dtype)
+    return Request(equation.params["call"], key, shape, equation.params["dtype"], slot.shape, dtype)
 
 
 def _full(equation: Any, slot: Slot, dtype: Any) -> Request | None:
@@ -48,7 +48,7 @@ def _full(equation: Any, slot: Slot, dtype: Any) -> Request | None:
     if not hasattr(source, "val") or np.size(source.val) != 1 or aval.weak_type or equation.params["sharding"]:
         return None
     value = np.asarray(source.val, source.aval.dtype).reshape(())[()]
-    return Request(Constant(value), None, aval.shape, aval.dtype, slot.shape, dtype)
+    return Request(Constant(value), None, slot.shape, aval.dtype, slot.shape, dtype)
 
 
 def _on_host(blueprint: Blueprint, variable: Any, given: dict[Any, Any], known: dict[int, Any]) -> Key | int | None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lazymods import _compat
+from lazymods import _compat_abstract
 from lazymods import _compat_tracing as tracing
 
 
@@ -58,7 +58,7 @@ class Kind:
         self.params = params
         self.settings = settings
         self.operands = operands
-        results, effects = _compat.abstract(primitive, operands, params)
+        results, effects = _compat_abstract.abstract(primitive, operands, params)
         self.results = tuple(results)
         self.effects = bool(effects)
 

@@ -20,7 +20,7 @@ def _linear(config: Config, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
 
 
 LazyLinear = make(
-    Plan(nnx.Linear, _linear, ("in_features",)),
+    Plan(nnx.Linear, _linear, ("in_features",), scales=("out_features",)),
     name="LazyLinear",
     module=__name__,
     doc="""A linear map without ``in_features``; becomes ``nnx.Linear``.
@@ -244,7 +244,8 @@ def _make_conv(cls: type, name: str, rank: int | None = None) -> Any:
     )
     infer = _conv if rank is None else _conv_nd(rank)
     prepare = None if rank is None else _conv_prepare(name, rank)
-    return make(Plan(cls, infer, ("in_features",), prepare=prepare), name=name, module=__name__, doc=doc)
+    plan = Plan(cls, infer, ("in_features",), prepare=prepare, scales=("out_features",))
+    return make(plan, name=name, module=__name__, doc=doc)
 
 
 LazyConv = _make_conv(nnx.Conv, "LazyConv")

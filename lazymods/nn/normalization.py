@@ -49,7 +49,8 @@ def _make(cls: type, name: str, infer: Infer, at: str, checked: str = "") -> Any
     Raises:
         ShapeInferenceError: At the first call, if the input lacks a feature axis or has no features.
     """
-    return make(Plan(cls, infer, ("num_features",)), name=name, module=__name__, doc=doc)
+    scales = None if cls is nnx.GroupNorm else ()  # its groups have to divide
+    return make(Plan(cls, infer, ("num_features",), scales=scales), name=name, module=__name__, doc=doc)
 
 
 def _make_batch_norm(rank: int) -> Any:

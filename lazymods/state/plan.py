@@ -16,7 +16,8 @@ from lazymods._errors import Problem, describe, located
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import UninitializedVariable, fits, show_shape
 from lazymods._recipe import Shape, is_key
-from lazymods._spec import REFUSALS, LayerSpec, Template
+from lazymods._spec import REFUSALS, LayerSpec
+from lazymods._template import Template
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
 from lazymods.state.values import as_array, cast_problem, same_values
 

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from lazymods import _compat
+from lazymods import _compat_abstract
 
 X = jax.ShapeDtypeStruct((4, 3), jnp.float32)
 
@@ -86,7 +86,7 @@ def kinds(tree: Any) -> Any:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_shapes_are_those_of_eval_shape(name: str) -> None:
     program = PROGRAMS[name]
-    assert kinds(_compat.call_abstractly(program, X)) == kinds(jax.eval_shape(program, X))
+    assert kinds(_compat_abstract.call_abstractly(program, X)) == kinds(jax.eval_shape(program, X))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -94,7 +94,7 @@ def test_shapes_are_found_inside_other_traces(name: str) -> None:
     program, seen = PROGRAMS[name], []
 
     def outer(y: Any) -> Any:
-        seen.append(kinds(_compat.call_abstractly(lambda x: (program(x), y), X)))
+        seen.append(kinds(_compat_abstract.call_abstractly(lambda x: (program(x), y), X)))
         return y
 
     jax.jit(outer)(jnp.float32(1))
@@ -107,11 +107,11 @@ def test_a_decision_on_a_value_is_refused_as_under_jit() -> None:
         return x if x.sum() > 0 else -x
 
     with pytest.raises(jax.errors.TracerBoolConversionError):
-        _compat.call_abstractly(decide, X)
+        _compat_abstract.call_abstractly(decide, X)
     with pytest.raises(jax.errors.TracerArrayConversionError):
-        _compat.call_abstractly(np.asarray, X)
+        _compat_abstract.call_abstractly(np.asarray, X)
 
 
 def test_an_error_of_shapes_is_that_of_jax() -> None:
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions to have the same shape"):
-        _compat.call_abstractly(lambda x: x @ x, X)
+        _compat_abstract.call_abstractly(lambda x: x @ x, X)

@@ -1,0 +1,140 @@
+"""The private names of jax that running without values needs: traces that see shapes and operations alone.
+
+Seen to work with jax 0.10.2, 0.11.2 and 0.12.0, unless it says otherwise. With :mod:`lazymods._compat` this is the
+only place that touches private names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core
+
+
+class _Abstract(core.Tracer):
+    """A value without a value: shape and dtype alone."""
+
+    __slots__ = ()
+
+    def _short_repr(self) -> str:
+        return f"Abstract<{self.aval}>"
+
+
+class OperationByOperation(core.Trace):
+    """A trace that sees the operations within functions that have rules of their own, as executing them does."""
+
+    __slots__ = ()
+
+    def _inside(self, fun: Any, tracers: Any) -> Any:
+        with core.set_current_trace(self):
+            return fun.call_wrapped(*tracers)
+
+    def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
+        return self._inside(fun, tracers)
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **_: Any) -> Any:
+        return self._inside(fun, tracers)
+
+    def process_custom_vjp_call(self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **_: Any) -> Any:
+        return self._inside(fun, tracers)
+
+
+def abstract(primitive: Any, avals: Sequence[Any], params: dict[str, Any]) -> tuple[Sequence[Any], Any]:
+    """Return what an operation gives, and its effects (``Primitive.abstract_eval``)."""
+    out, effects = primitive.abstract_eval(*avals, **params)
+    return out if primitive.multiple_results else [out], effects
+
+
+class _AbstractTrace(OperationByOperation):
+    """A trace that finds the shapes of every operation as executing it would, and keeps nothing.
+
+    ``jax.eval_shape`` keeps every operation, and goes through all of them each time that somebody asks a tracer for
+    an attribute that it lacks, as ``nnx.BatchNorm`` does twice a call: that is quadratic in the number of layers.
+    """
+
+    __slots__ = ()
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
+        with core.set_current_trace(self):
+            avals, effects = abstract(primitive, list(map(core.typeof, tracers)), params)
+        made = [_Abstract(self, aval) for aval in avals]
+        self.note(primitive, tracers, params, made, effects)
+        return made if primitive.multiple_results else made[0]
+
+    def note(self, primitive: Any, tracers: Any, params: dict[str, Any], made: list[Any], effects: Any) -> None:
+        """See an operation."""
+
+    def stage_value(self, val: Any) -> Any:
+        return val
+
+    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, **params: Any) -> Any:
+        found: list[Any] = []  # a tree of JAX's own
+
+        def bind(*args: Any) -> None:
+            found.append(core.trace_ctx.trace.process_shard_map(primitive, fun, args, **params).map(core.typeof))
+
+        jax.eval_shape(bind, *tracers)
+        return found[0].map(lambda aval: _Abstract(self, aval))
+
+
+class _Recorder(_AbstractTrace):
+    """One that notes the operations: each would be one compiled program."""
+
+    __slots__ = ("operations",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Sequence[Any], dict[str, Any], list[Any]]] = []
+
+    def note(self, primitive: Any, tracers: Any, params: dict[str, Any], made: list[Any], effects: Any) -> None:
+        if effects:
+            raise NotImplementedError(f"{primitive} has effects")
+        self.operations.append((primitive, list(tracers), params, made))
+
+
+def call_abstractly(fun: Callable[..., Any], specs: Any) -> Any:
+    """Find the shapes and dtypes that ``fun`` returns for those of a pytree, as ``jax.eval_shape`` does.
+
+    Subclasses ``jax._src.core.Trace`` and ``Tracer``; calls ``Primitive.abstract_eval``, ``core.set_current_trace``,
+    ``core.typeof`` and ``core.shaped_abstractify``. (jax 0.10.2, 0.11.2 and 0.12.0)
+    """
+
+    def spec(value: Any) -> jax.ShapeDtypeStruct:
+        aval = core.typeof(value)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+    trace = _AbstractTrace()
+    values = jax.tree.map(lambda x: _Abstract(trace, core.shaped_abstractify(x)), specs)
+    try:
+        with core.set_current_trace(trace):
+            return jax.tree.map(spec, fun(values))
+    finally:
+        trace.invalidate()
+
+
+def zeros(shape: Sequence[int], dtype: Any) -> Any:
+    """Return zeros in the current trace; where nothing is computed, without asking JAX what their shape will be."""
+    trace = core.trace_ctx.trace
+    if type(trace) is _AbstractTrace and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return _Abstract(trace, core.ShapedArray(tuple(shape), np.dtype(dtype)))
+    return jax.lax.full(shape, 0, dtype)
+
+
+def recorded(fun: Callable[[Any], Any], dtype: Any) -> tuple[Any, Any, list[tuple[Any, Sequence[Any], Any, list[Any]]]]:
+    """Call ``fun`` with a scalar that has no value, and note which programs executing it would run, one by one.
+
+    ``jax.make_jaxpr`` does not tell: it takes ``jax.jit(..., inline=True)`` apart. Subclasses ``jax._src.core.Trace``
+    and ``Tracer``; calls ``Primitive.abstract_eval`` and ``jax._src.core.typeof``. (jax 0.10.2 and 0.12.0)
+
+    Returns:
+        The scalar, what ``fun`` returned, and of every operation primitive, inputs, parameters and outputs.
+    """
+    trace = _Recorder()
+    scalar = _Abstract(trace, core.ShapedArray((), dtype))
+    with core.set_current_trace(trace):
+        out = fun(scalar)
+    trace.invalidate()
+    return scalar, out, trace.operations
