@@ -14,7 +14,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -183,25 +182,11 @@ def _run_equation(equation: Any, inputs: list[Any], shape: Shape | None) -> Sequ
     sized = shape is not None and "shape" in equation.params
     params = equation.params | {"shape": shape} if sized else equation.params
     if equation.primitive is init_p:
-        constant = _constant(**params)
-        return [params["call"](inputs[0], params["shape"], params["dtype"]) if constant is None else constant]
+        return [params["call"](inputs[0], params["shape"], params["dtype"])]
     if equation.primitive is fold_p:
         key, count = inputs
         return [jax.random.fold_in(key, count)]
     return _compat.bind_equation(equation, inputs, params)
-
-
-_CONSTANTS = ((jax.nn.initializers.zeros, 0), (jax.nn.initializers.ones, 1))
-_SMALL = 1 << 20  # bytes; above that a device fills faster than a host sends
-
-
-def _constant(call: Any, shape: Shape, dtype: Any) -> jax.Array | None:
-    """Return zeros or ones made on the host, None for other initializers: JAX compiles a program for every shape."""
-    value = next((value for initializer, value in _CONSTANTS if call is initializer), None)
-    device = _compat.plain_device() if value is not None else None
-    if device is None or math.prod(shape) * dtype.itemsize > _SMALL:
-        return None
-    return _compat.device_put([np.full(shape, value, dtype)], device)[0]
 
 
 # ---------------------------------------------------------------- tracing

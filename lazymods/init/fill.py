@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import itertools
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -105,9 +106,10 @@ class Plan:
         large = {key for key, blocks in jobs.items() if len(blocks) > many // 8}
         together = tuple(dict.fromkeys(key[0][0] for key in jobs if key in large))
         with _compat.kept_when_compiled(), _Sender(device) as sender:
+            sender.touch([buffers[i] for i, how in self.made.items() if isinstance(how, Drawn)])
             for (units, shared), blocks in jobs.items():
                 rows, drawing = (many, together) if (units, shared) in large else (FEW, units[:1])
-                for i in _run(units, shared, blocks, rows, drawing):
+                for i in _run(units, shared, blocks, rows, drawing, sender.touched):
                     sender.send_ahead(i, buffers[i])
             for i, array in sender.send(buffers).items():
                 out[i] = array
@@ -144,6 +146,7 @@ class _Sender:
         self.device = device
         self._sent: dict[int, Any] = {}
         self._pool: Any = None
+        self._touching: Any = None
 
     def __enter__(self) -> _Sender:
         if self.device.platform != "cpu":
@@ -156,6 +159,17 @@ class _Sender:
         if self._pool is not None:
             self._pool.shutdown()
 
+    def touch(self, arrays: Sequence[Array]) -> None:
+        """Begin to have the memory of new arrays made, while the kernels are compiled; to a CPU, only what is used."""
+        if self._pool is not None:
+            self._touching = self._pool.submit(_touch, arrays)
+
+    def touched(self) -> None:
+        """Wait until what :meth:`touch` began is done: only then may the arrays be written."""
+        if self._touching is not None:
+            self._touching.result()
+            self._touching = None
+
     def send_ahead(self, number: int, array: Array) -> None:
         """Begin to send an array, if that is worth a thread's while."""
         if self._pool is not None and array.nbytes >= _LARGE:
@@ -166,6 +180,11 @@ class _Sender:
         rest = {i: array for i, array in arrays.items() if i not in self._sent}
         placed = dict(zip(rest, _compat.device_put(list(rest.values()), self.device), strict=True))
         return placed | {i: future.result()[0] for i, future in self._sent.items()}
+
+
+def _touch(arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] = 0
 
 
 def _device() -> Any:
@@ -219,7 +238,12 @@ def _blocks(number: int, key: Key, how: Drawn, buffer: Array) -> Iterator[_Block
 
 
 def _run(
-    units: tuple[Unit, ...], shared: tuple[Any, ...], blocks: Sequence[_Block], rows: int, drawing: tuple[Unit, ...]
+    units: tuple[Unit, ...],
+    shared: tuple[Any, ...],
+    blocks: Sequence[_Block],
+    rows: int,
+    drawing: tuple[Unit, ...],
+    before_writing: Callable[[], None],
 ) -> Iterator[int]:
     """Run a program for blocks of whatever tensors; copy results while the next ones are computed.
 
@@ -231,6 +255,7 @@ def _run(
         blocks: The blocks.
         rows: The kernels' number of rows.
         drawing: The units that are compiled together with the first one, which is one of them.
+        before_writing: Called before results are copied.
     """
     on_host = samplers.is_product(units[-1]) and all(
         samplers.never_tiny(units[:-1], shared, factor) for factor in {block.scalars[-1][0] for block in blocks}
@@ -251,7 +276,9 @@ def _run(
         values.copy_to_host_async()
         running.append((values, group))
         if len(running) > _AHEAD:
+            before_writing()
             yield from _copy(*running.popleft(), on_host)
+    before_writing()
     while running:
         yield from _copy(*running.popleft(), on_host)
 
