@@ -22,6 +22,7 @@ from lazymods._placeholder import UninitializedVariable as UninitializedVariable
 from lazymods.nn import *  # noqa: F403  the names of lazymods.nn are public here as well
 
 if TYPE_CHECKING:
+    from lazymods import autograd as autograd
     from lazymods import lazytensor as lazytensor
     from lazymods._hooks import RemovableHandle as RemovableHandle
     from lazymods._hooks import register_forward_hook as register_forward_hook
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from lazymods._report import ParameterShape as ParameterShape
     from lazymods._report import ShapeReport as ShapeReport
     from lazymods._report import summary as summary
+    from lazymods.autograd.freezing import trainable as trainable
     from lazymods.compile.arguments import ArgumentError as ArgumentError
     from lazymods.compile.cache import CacheInfo as CacheInfo
     from lazymods.compile.cache import set_cache_size as set_cache_size
@@ -94,10 +96,11 @@ _ON_FIRST_USE = {
     "save": "lazymods.state.writing",
     "state_dict": "lazymods.state",
     "summary": "lazymods._report",
+    "trainable": "lazymods.autograd.freezing",
 }
 
 
-_PARTS = ("lazytensor",)  # imported when they are first used, as modules
+_PARTS = ("autograd", "lazytensor")  # imported when they are first used, as modules
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,8 @@
+"""Gradients by NNX's meaning: which parameters get one, and by which convention.
+
+``freezing`` says which parameters are trained, ``gradient`` differentiates with respect to those.
+"""
+
+from lazymods.autograd.freezing import requires_grad_ as requires_grad_
+from lazymods.autograd.gradient import grad as grad
+from lazymods.autograd.gradient import value_and_grad as value_and_grad

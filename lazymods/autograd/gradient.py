@@ -1,0 +1,100 @@
+"""``nnx.grad`` and ``nnx.value_and_grad`` of what is trained, by either convention for complex parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lazymods.autograd.freezing import trainable
+
+Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
+
+
+def grad(
+    fn: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False, conjugate: bool = False
+) -> Callable[..., Any]:
+    """Differentiate a function of modules, arrays and pytrees of them, with the meaning of ``nnx.grad``.
+
+    Args:
+        fn: Returns a real scalar; with ``has_aux`` a pair of that and anything else.
+        argnums: The arguments to differentiate with respect to. Of a module it is the parameters that
+            :data:`lazymods.trainable` tells; an ``nnx.DiffState`` says others.
+        has_aux: Whether ``fn`` returns a pair.
+        conjugate: Whether the gradient of a complex argument is conjugated. JAX's derivative of a real function is
+            the conjugate of the direction of steepest ascent; with True it is that direction, which optimizers need
+            and PyTorch gives. Real ones are as they are.
+
+    Returns:
+        A function of the arguments of ``fn`` that returns the gradient, an ``nnx.State`` for a module, or a tuple of
+        them for several arguments; with ``has_aux`` a pair of that and the rest.
+
+    Raises:
+        UninitializedError: When it is called, if a lazy layer of an argument is called first in there.
+        TypeError: When it is called, if ``fn`` returns no real scalar.
+
+    Example:
+        >>> import jax.numpy as jnp, lazymods as lm
+        >>> z = jnp.array([3 + 4j])
+        >>> lm.autograd.grad(lambda z: jnp.abs(z).sum(), conjugate=True)(z)
+        Array([0.6+0.8j], dtype=complex64)
+    """
+    differentiate: Any = nnx.grad
+    of_fn = differentiate(fn, argnums=_of_trained(argnums), has_aux=has_aux)
+
+    @functools.wraps(fn)
+    def gradient(*args: Any, **kwargs: Any) -> Any:
+        out = of_fn(*args, **kwargs)
+        if not conjugate:
+            return out
+        return (_conjugated(out[0]), out[1]) if has_aux else _conjugated(out)
+
+    return gradient
+
+
+def value_and_grad(
+    fn: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False, conjugate: bool = False
+) -> Callable[..., Any]:
+    """Do what :func:`grad` does, and return the value as well.
+
+    Args:
+        fn: As for :func:`grad`.
+        argnums: As for :func:`grad`.
+        has_aux: As for :func:`grad`.
+        conjugate: As for :func:`grad`.
+
+    Returns:
+        A function of the arguments of ``fn`` that returns what ``fn`` returns, and the gradient.
+
+    Raises:
+        UninitializedError: When it is called, if a lazy layer of an argument is called first in there.
+        TypeError: When it is called, if ``fn`` returns no real scalar.
+
+    Example:
+        >>> import jax.numpy as jnp, lazymods as lm
+        >>> lm.autograd.value_and_grad(lambda x: (x**2).sum())(jnp.array([1.0, 2.0]))
+        (Array(5., dtype=float32), Array([2., 4.], dtype=float32))
+    """
+    differentiate: Any = nnx.value_and_grad
+    of_fn = differentiate(fn, argnums=_of_trained(argnums), has_aux=has_aux)
+
+    @functools.wraps(fn)
+    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+        value, found = of_fn(*args, **kwargs)
+        return value, _conjugated(found) if conjugate else found
+
+    return value_and_gradient
+
+
+def _of_trained(argnums: Argnums) -> Any:
+    if isinstance(argnums, int):
+        return nnx.DiffState(argnums, trainable)
+    return argnums if isinstance(argnums, nnx.DiffState) else tuple(_of_trained(argnum) for argnum in argnums)
+
+
+def _conjugated(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.conj(x) if jnp.iscomplexobj(x) else x, tree)
