@@ -2,8 +2,8 @@
 
 A :class:`Session` copies the model into a trace and calls the copy there. Nothing is executed and the model
 itself is not touched. A lazy layer that is reached tells its sizes, and gets traced zeros in place of parameters,
-so that the run goes on. A layer that is first met inside a nested transform, as the cell of ``nnx.RNN`` in its
-scan, cannot change there: the run starts again with that layer initialized from the start.
+so that the run goes on. Layers that are first met inside a nested transform, as the cell of ``nnx.RNN`` in its
+scan, cannot change there: the run goes on as far as it can, and starts again with those initialized from the start.
 """
 
 from __future__ import annotations
@@ -86,10 +86,6 @@ class CallArguments:
         return jax.tree.unflatten(self._treedef, [filled[i] for i in range(len(self._leaves))])
 
 
-class _RestartError(Exception):
-    """A layer was first met where it cannot change; run again with it initialized."""
-
-
 class Session:
     """One abstract run.
 
@@ -129,12 +125,15 @@ class Session:
         """
         while True:
             self.visits, self.calls, self._stack = {}, {}, []
+            known = len(self._early)
             try:
                 with self._active():
                     self._run()
+            except Exception:
+                if len(self._early) == known:
+                    raise
+            if len(self._early) == known:
                 return self
-            except _RestartError:
-                continue
 
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
@@ -163,7 +162,7 @@ class Session:
     def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return model(*args, **kwargs)
-        except (LazyError, _RestartError):
+        except LazyError:
             raise
         except NOT_TRACEABLE as error:
             raise ShapeInferenceError(
@@ -255,7 +254,8 @@ class Session:
             self._compare(layer, self.visits[index], args, kwargs)
         elif birth is not self._root():
             self._early[index] = (args, kwargs)
-            raise _RestartError
+            if _first_call.empty_slots(layer):
+                self._fill(layer, args, kwargs)  # the copy that the transform made
         else:
             self.visits[index] = visit = Visit(self.lazy[index][1], args, kwargs)
             visit.values = self._fill(layer, args, kwargs)

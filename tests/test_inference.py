@@ -1,5 +1,6 @@
 """``infer_shapes`` and ``materialize`` on whole models: nothing runs, nothing but the parameters changes."""
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -355,3 +356,42 @@ def test_dtype_of_what_is_not_reached_stays() -> None:
     lm.materialize(model, spec(2, 8, dtype=jnp.bfloat16), dtype=jnp.bfloat16)
     assert model.trunk.kernel.dtype == jnp.bfloat16
     assert model.unused.kernel.dtype == model.unused.bias.dtype == jnp.float32
+
+
+class Energy(nnx.Module):
+    """Returns a gradient with respect to its layers' input, and one with respect to the layers."""
+
+    def __init__(self, lazy: bool, *, rngs: nnx.Rngs):
+        widths = [3, 3, 5, 4, 6, 2, 7, 1]
+        make: Any = (lambda _, n: lm.LazyLinear(n, rngs=rngs)) if lazy else partial(nnx.Linear, rngs=rngs)
+        self.layers = nnx.Sequential(*(make(m, n) for m, n in itertools.pairwise(widths)))
+
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        RUNS.append(None)
+        force = nnx.grad(lambda layers, x: (layers(x) ** 2).sum(), argnums=1)(self.layers, x)
+        slopes = nnx.grad(lambda layers: (layers(x) ** 2).sum())(self.layers)
+        return force, jnp.stack([jnp.linalg.norm(leaf) for leaf in jax.tree.leaves(slopes)]).sum()
+
+
+RUNS: list[None] = []
+
+
+def test_all_layers_inside_gradients_are_sized_by_two_runs() -> None:
+    model, want = (Energy(lazy, rngs=nnx.Rngs(0)) for lazy in (True, False))
+    RUNS.clear()
+    lm.materialize(model, spec(2, 3))
+    assert len(RUNS) == 2  # not one for each layer
+    assert_same_model(model, want)
+    assert_same_bits(model(array(2, 3)), want(array(2, 3)))
+
+
+def test_an_error_inside_a_gradient_is_that_of_the_model() -> None:
+    class Wrong(Energy):
+        def __call__(self, x: jax.Array) -> Any:
+            super().__call__(x)
+            raise KeyError("the model's own")
+
+    model = Wrong(True, rngs=nnx.Rngs(0))
+    with pytest.raises(KeyError, match="the model's own"):
+        lm.materialize(model, spec(2, 3))
+    assert lm.has_uninitialized_params(model)
