@@ -1,7 +1,7 @@
 """The private names of jax that recording needs: a trace that notes operations instead of running them.
 
-Seen to work with jax 0.10.2, 0.11.2 and 0.12.0, unless it says otherwise. With :mod:`lazymods._compat` this is the
-only place that touches private names.
+Seen to work with jax 0.10.2, 0.11.2 and 0.12.0, unless it says otherwise. With :mod:`lazymods._compat` and its other
+parts this is the only place that touches private names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax._src import api_util, array, config, core, literals, pjit
+from jax._src import api_util, array, config, core, literals, mesh, pjit
 from jax._src.interpreters import ad, batching, pxla
 from jax._src.numpy import indexing
 
@@ -80,6 +80,7 @@ class Recorded(core.Tracer):
     """
 
     __slots__ = ("cell",)
+    recorder: Any = core.Tracer.__dict__["_trace"]  # the slot, by a public name
 
     def __init__(self, trace: Recorder, aval: Any, cell: Any) -> None:
         self._trace = trace
@@ -284,6 +285,8 @@ class Settings:
 
 # The settings that matter when a program is run; others have had their effect when its operations were recorded.
 _RUNNING = (config.enable_x64, config.default_device, config.debug_nans, config.debug_infs)
+# The mesh of jax.set_mesh, which is not in config.trace_context (in config in jax 0.10.2, in mesh since 0.11.2).
+_MESH: Any = getattr(config, "device_context", None) or vars(mesh)["device_context"]
 _last: tuple[Any, Any] = (None, None)
 
 
@@ -293,9 +296,12 @@ def _settings(_: Any) -> Settings:
 
 
 def settings() -> Settings:
-    """Return the settings now (``config.trace_context``, which is what the caches of jax depend on)."""
+    """Return the settings now: what the caches of jax depend on.
+
+    They are ``config.trace_context``, in which the default device is, and what is not in there.
+    """
     global _last  # a pair that is replaced as one
-    now = (config.trace_context(), config.default_device.value, config.debug_nans.value, config.debug_infs.value)
+    now = (config.trace_context(), _MESH.value, config.debug_nans.value, config.debug_infs.value)
     known, found = _last
     if known != now:
         found = _settings(now)

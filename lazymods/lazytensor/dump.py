@@ -9,7 +9,8 @@ import jax
 
 from lazymods import _compat_tracing as tracing
 from lazymods._errors import LazyError, Problem
-from lazymods.lazytensor.graph import Cell, Graph, Node, Structure, needed, show
+from lazymods.lazytensor.graph import Cell, Graph, Node, Structure, needed
+from lazymods.lazytensor.kinds import show
 from lazymods.lazytensor.trace import LazyTensor, graph_of
 
 

@@ -1,14 +1,13 @@
-"""The graph of what was recorded: cells that hold values, nodes that compute them, and programs made of nodes.
+"""The graph of what was recorded: cells that hold values, operations that compute them, and programs made of those.
 
-A :class:`Cell` is a value, known or not. A :class:`Node` is one operation on cells, whose :class:`Kind` says which. A
-:class:`Graph` numbers nodes as they come, so that it is told from others by its structure alone, however and wherever
-it was recorded. This :class:`Structure` is what is compiled; it holds no array.
+A :class:`Cell` is a value, known or not. A :class:`Graph` numbers operations as they come, so that it is told from
+others by its structure alone, however and wherever it was recorded; a :class:`Node` is one of them, to look at. What is
+compiled is a :class:`Structure`, which holds no array.
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import itertools
 import weakref
@@ -18,8 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lazymods import _compat_abstract
 from lazymods import _compat_tracing as tracing
+from lazymods._compat_tracing import Recorded
+from lazymods.lazytensor.kinds import Key, Kind, key_of
+from lazymods.lazytensor.kinds import kind_of as kind_of
 
 
 class Cell:
@@ -39,54 +40,15 @@ class Cell:
         self.held = False
 
 
-class Kind:
-    """What an operation does: two that do the same, on operands of the same types, have one kind.
-
-    Attributes:
-        primitive: The operation.
-        params: Its parameters.
-        settings: Those of jax in which it was recorded.
-        operands: The avals of its operands.
-        results: The avals of its results.
-        effects: Whether it does more than to compute: then it runs once, in its turn, even if no result is used.
-    """
-
-    __slots__ = ("__weakref__", "effects", "operands", "params", "primitive", "results", "settings")
-
-    def __init__(self, primitive: Any, params: dict[str, Any], settings: Any, operands: tuple[Any, ...]) -> None:
-        self.primitive = primitive
-        self.params = params
-        self.settings = settings
-        self.operands = operands
-        results, effects = _compat_abstract.abstract(primitive, operands, params)
-        self.results = tuple(results)
-        self.effects = bool(effects)
-
-    @property
-    def name(self) -> str:
-        """The name of the operation; of a jitted function its own."""
-        return str(self.params.get("name", self.primitive.name))
-
-    def __str__(self) -> str:
-        """Render as ``sin(f32[8]) -> f32[8]``."""
-        operands, results = (", ".join(map(show, avals)) for avals in (self.operands, self.results))
-        return f"{self.name}({operands}) -> {results}"
-
-
-def show(aval: Any) -> str:
-    """Name a type as JAX does: ``f32[8]``."""
-    return aval.str_short(short_dtypes=True)
-
-
 class Node:
     """One operation, the cells that it takes, and those that it gives."""
 
     __slots__ = ("inputs", "kind", "outputs")
 
-    def __init__(self, kind: Kind, inputs: list[Cell]) -> None:
+    def __init__(self, kind: Kind, inputs: list[Cell], outputs: list[Cell] | None = None) -> None:
         self.kind = kind
         self.inputs = inputs
-        self.outputs = [Cell(aval) for aval in kind.results]
+        self.outputs = [Cell(aval) for aval in kind.results] if outputs is None else outputs
 
 
 def needed(nodes: Sequence[Node], wanted: Iterable[Cell], *, effects: bool = False) -> list[Node]:
@@ -106,125 +68,6 @@ def needed(nodes: Sequence[Node], wanted: Iterable[Cell], *, effects: bool = Fal
     return found[::-1]
 
 
-# ---------------------------------------------------------------- what makes two operations the same
-
-_kinds: weakref.WeakValueDictionary[Any, Kind] = weakref.WeakValueDictionary()
-
-
-@functools.lru_cache(maxsize=1 << 13, typed=True)
-def _kind(primitive: Any, settings: Any, operands: tuple[Any, ...], /, **params: Any) -> Kind:
-    key = (primitive, settings, operands, _params_key(params))
-    known = _kinds.get(key)
-    return known or _kinds.setdefault(key, Kind(primitive, params, settings, operands))
-
-
-def kind_of(primitive: Any, operands: tuple[Any, ...], params: dict[str, Any], settings: Any) -> Kind:
-    """Return the kind of an operation.
-
-    Args:
-        primitive: The operation.
-        operands: The avals of its operands.
-        params: Its parameters.
-        settings: Those of jax now.
-
-    Raises:
-        TypeError: The operands do not fit; this and others are those of the operation itself.
-    """
-    with contextlib.suppress(TypeError):  # a parameter that has no hash, or what is wrong with the operands
-        return _kind(primitive, settings, operands, **params)
-    return _kind.__wrapped__(primitive, settings, operands, **params)
-
-
-# What tells jax how to differentiate, which is over when an operation has come down to a recording.
-_DERIVATIVES = frozenset({"jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "out_trees", "symbolic_zeros"})
-
-
-class _Key:
-    """A tuple whose hash is computed once."""
-
-    __slots__ = ("_hash", "parts")
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts = parts
-        self._hash = hash(parts)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, _Key) and self._hash == other._hash and self.parts == other.parts
-
-
-class _Identity:
-    """Anything else: the same only as itself."""
-
-    __slots__ = ("thing",)
-
-    def __init__(self, thing: Any) -> None:
-        self.thing = thing
-
-    def __hash__(self) -> int:
-        return id(self.thing)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and self.thing is other.thing
-
-
-_jaxprs: weakref.WeakKeyDictionary[Any, _Key] = weakref.WeakKeyDictionary()
-
-
-def _key(value: Any) -> Any:
-    """Return what stands for a parameter of an operation: equal for two that mean the same."""
-    if value is None or isinstance(value, (str, bool, int, np.dtype, type)):
-        return (type(value), value)
-    if isinstance(value, (float, complex, np.generic, np.ndarray)):
-        array = np.asarray(value)
-        return (type(value), array.shape, array.dtype, array.tobytes())
-    if isinstance(value, dict):
-        return (dict, tuple((name, _key(v)) for name, v in value.items()))
-    if type(value) in (tuple, list):
-        return (type(value), tuple(map(_key, value)))
-    if tracing.is_jaxpr(value):
-        return _jaxpr_key(value)
-    try:
-        hash(value)
-    except TypeError:
-        return _Identity(value)
-    return (type(value), value)
-
-
-def _params_key(params: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple([(name, _key(value)) for name, value in params.items() if name not in _DERIVATIVES])
-
-
-def _jaxpr_key(jaxpr: Any) -> _Key:
-    """Return what stands for a jaxpr: its structure. jax makes a new one for every fresh closure."""
-    known = _jaxprs.get(jaxpr)
-    if known is not None:
-        return known
-    inner, consts = tracing.open_jaxpr(jaxpr)
-    numbers: dict[Any, int] = {}
-
-    def number(variables: Iterable[Any]) -> tuple[Any, ...]:
-        return tuple([(numbers.setdefault(v, len(numbers)), v.aval) for v in variables])
-
-    def operand(atom: Any) -> Any:
-        return numbers[atom] if atom in numbers else number([atom])
-
-    lines: list[Any] = [number(inner.constvars), number(inner.invars), tuple(map(_Identity, consts))]
-    for eqn in inner.eqns:
-        operands = tuple([(*_key(a.val), a.aval) if hasattr(a, "val") else operand(a) for a in eqn.invars])
-        lines.append((eqn.primitive, _params_key(eqn.params), eqn.ctx, operands, number(eqn.outvars)))
-    lines.append(tuple([(*_key(a.val), a.aval) if hasattr(a, "val") else operand(a) for a in inner.outvars]))
-    key = _jaxprs[jaxpr] = _Key(tuple(lines))
-    return key
-
-
-# ---------------------------------------------------------------- graphs
-
-
 class Baked:
     """An operand that is part of a program."""
 
@@ -232,7 +75,7 @@ class Baked:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        self.key = _key(value)
+        self.key = key_of(value)
 
     def __hash__(self) -> int:
         return hash(self.key)
@@ -245,7 +88,10 @@ _PACK = 1 << 40  # places of numbers are multiples of this, and their index in t
 
 
 class Graph:
-    """Nodes, numbered as they come.
+    """Operations, numbered as they come.
+
+    What is recorded is kept in columns: a line an operation, and all their results in one list. A :class:`Node` is
+    made of a line only where somebody asks for it, since an object more for each operation is a tenth of recording it.
 
     Args:
         fixed: Whether the structure is to serve other arrays: then each cell is an operand of its own, and numbers are
@@ -253,46 +99,101 @@ class Graph:
             numpy array for those of a type, since every argument of a program costs a microsecond.
 
     Attributes:
-        nodes: The nodes, in order.
+        lines: The kind of each operation, and where its operands are.
+        made: The results of the operations, in order.
         inputs: The cells of the arrays that they take, in order.
+        effects: Whether one of them does more than to compute.
     """
 
     def __init__(self, *, fixed: bool = False) -> None:
-        self.nodes: list[Node] = []
+        self.lines: list[tuple[Any, ...]] = []
+        self.made: list[Cell] = []
         self.inputs: list[Cell] = []
+        self.effects = False
         self._fixed = fixed
-        self._lines: list[Any] = []
         self._places: dict[Cell, Any] = {}
         self._arrays: dict[int, int] = {}  # places, by id
         self._packs: dict[Any, tuple[int, list[Any]]] = {}  # where the places of a type start, and the numbers
-        self._made = 0
+        self._numbers: dict[Any, Cell] = {}  # by place, as far as they have one
+        self._nodes: list[Node] = []  # those of the first lines
+        self._in_nodes = 0  # how many results those have
+
+    def record(self, kind: Kind, operands: Iterable[Any], results: list[Cell] | None = None) -> list[Cell]:
+        """Add an operation.
+
+        Args:
+            kind: What it does.
+            operands: Cells, or recorded values in place of theirs, that have a value or were made by an operation that
+                was added before; arrays and numbers.
+            results: The cells of its results; new ones if not given.
+
+        Returns:
+            The cells of its results.
+        """
+        places, made = self._places, self.made
+        line: list[Any] = [kind]
+        for operand in operands:
+            cell = operand.cell if isinstance(operand, Recorded) else operand
+            if type(cell) is Cell:
+                place = places.get(cell)
+                if place is None:
+                    place = places[cell] = self._value(cell.value, cell.aval, cell)
+            else:
+                place = self._value(cell, kind.operands[len(line) - 1])
+            line.append(place)
+        self.lines.append(tuple(line))
+        if results is None:
+            results = []
+            for aval in kind.results:
+                results.append(Cell(aval))  # a comprehension would be a call more
+        for cell in results:
+            places[cell] = len(made)
+            made.append(cell)
+        if kind.effects:
+            self.effects = True
+        return results
 
     def add(self, node: Node) -> None:
-        """Add a node; what it takes has a value, or was made by a node that was added before."""
-        places = self._places
-        operands = [places[cell] if cell in places else self._place(cell) for cell in node.inputs]
-        self.nodes.append(node)
-        self._lines.append((node.kind, *operands))
-        made = self._made
-        for cell in node.outputs:
-            places[cell] = made
-            made += 1
-        self._made = made
+        """Add a node; for what it takes, see :meth:`record`."""
+        self.record(node.kind, node.inputs, node.outputs)
 
-    def _place(self, cell: Cell) -> Any:
-        value = cell.value
+    def _value(self, value: Any, aval: Any, cell: Cell | None = None) -> Any:
+        """Return the place of a value, which may be that of a cell."""
         if not tracing.is_number(value):
-            place: Any = self._arrays.setdefault(id(cell if self._fixed else value), ~len(self.inputs))
+            cell = cell or Cell(aval, value)
+            place = self._arrays.setdefault(id(cell if self._fixed else value), ~len(self.inputs))
             if place == ~len(self.inputs):
                 self.inputs.append(cell)
-        elif self._fixed:
-            place = Baked(value)
-        else:
-            start, pack = self._packs.setdefault(cell.aval, (_PACK * (1 + len(self._packs)), []))
-            place = start + len(pack)
-            pack.append(value)
-        self._places[cell] = place
+            return place
+        if self._fixed:
+            return Baked(value)
+        found = self._packs.get(aval)
+        if found is None:
+            found = self._packs[aval] = (_PACK * (1 + len(self._packs)), [])
+        start, pack = found
+        place = start + len(pack)
+        pack.append(value)
+        if cell is not None:
+            self._numbers[place] = cell
         return place
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The operations as nodes, in order: the same ones when asked again."""
+        for kind, *places in self.lines[len(self._nodes) :]:
+            end = self._in_nodes + len(kind.results)
+            inputs = list(map(self._at, places, kind.operands))
+            self._nodes.append(Node(kind, inputs, self.made[self._in_nodes : end]))
+            self._in_nodes = end
+        return self._nodes
+
+    def _at(self, place: Any, aval: Any) -> Cell:
+        if not isinstance(place, Baked) and place < _PACK:
+            return self.made[place] if place >= 0 else self.inputs[~place]
+        if place not in self._numbers:
+            value = place.value if isinstance(place, Baked) else self._packs[aval][1][place % _PACK]
+            self._numbers[place] = Cell(aval, value)
+        return self._numbers[place]
 
     def packs(self) -> list[Any]:
         """Return the numbers, as one numpy array for each type."""
@@ -305,7 +206,7 @@ class Graph:
 
     def structure(self) -> Structure:
         """Return what tells the graph from others."""
-        return Structure(_Key(tuple(self._lines)), tuple(self._packs))
+        return Structure(Key(tuple(self.lines)), tuple(self._packs))
 
 
 class Structure(NamedTuple):
@@ -316,7 +217,7 @@ class Structure(NamedTuple):
         packs: The types of the packs of numbers.
     """
 
-    lines: _Key
+    lines: Key
     packs: tuple[Any, ...]
 
     def needed(self, results: Iterable[int]) -> list[bool]:

@@ -20,9 +20,11 @@ from typing import Any
 import jax
 
 from lazymods import _compat
+from lazymods import _compat_calls as calls
 from lazymods import _compat_tracing as tracing
 from lazymods.lazytensor import executor, metrics
-from lazymods.lazytensor.graph import Cell, Graph, Node, kind_of, needed
+from lazymods.lazytensor.graph import Cell, Graph, Node, needed
+from lazymods.lazytensor.kinds import kind_of
 
 _MOST_OPS = 20_000  # operations after which a graph is cut: XLA takes minutes for more
 
@@ -94,7 +96,7 @@ class Session:
     """The recording of one thread."""
 
     def __init__(self) -> None:
-        self.trace = tracing.Recorder(self)
+        self.trace = calls.CallRecorder(self)
         self.tensors = metrics.Tensors()
         self.depth = 0
         self.max_ops = _MOST_OPS
@@ -117,22 +119,39 @@ class Session:
         cells = [self._cell(x) for x in inputs]
         return self.add(kind_of(primitive, tuple([c.aval for c in cells]), params, settings), cells)
 
-    def add(self, kind: Any, cells: list[Cell]) -> list[LazyTensor]:
-        """Add an operation to the graph; return its results."""
+    def add(self, kind: Any, operands: Sequence[Any]) -> list[LazyTensor]:
+        """Add an operation (see :meth:`Graph.record` and :class:`lazymods._compat_calls.CallRecording`)."""
+        trace, made = self.trace, []
         with self._lock:
             graph = self._graph
-            if not graph.nodes:
-                self._settings, self._started = kind.settings, time.perf_counter()
-            elif kind.settings is not self._settings and not self._settings.runs_as(kind.settings):
-                self.cut()  # what is run together is run with the same settings
-                graph, self._settings = self._graph, kind.settings
-            node = Node(kind, cells)
-            graph.add(node)
-            made = [self._hold(cell) for cell in node.outputs]
-            if len(graph.nodes) >= self.max_ops:
+            if kind.settings is not self._settings or not graph.made:
+                graph = self._graph_in(kind.settings)
+            for cell in graph.record(kind, operands):
+                cell.held = True
+                made.append(LazyTensor(trace, cell.aval, cell))
+            self.tensors.created += len(made)
+            if len(graph.lines) >= self.max_ops:
                 metrics.count("AutomaticCut")
                 self.cut()
         return made
+
+    def _graph_in(self, settings: Any) -> Graph:
+        """Return a graph to which what is recorded with some settings can be added."""
+        if not self._graph.lines:
+            self._settings, self._started = settings, time.perf_counter()
+        elif settings is not self._settings and not self._settings.runs_as(settings):
+            self.cut()  # what is run together is run with the same settings
+            self._settings = settings
+        return self._graph
+
+    def noted(self, before: int, operands: Sequence[Any], results: Sequence[Any]) -> Any:
+        """Return the kind of what was noted (see :class:`lazymods._compat_calls.CallRecording`)."""
+        added = self.pending[before:]
+        if len(added) != 1 or len(added[0].inputs) != len(operands):
+            return None
+        given = [x.cell if type(x) is LazyTensor else None for x in results]
+        same = added[0].outputs == given and all(map(_is, added[0].inputs, operands))
+        return added[0].kind if same else None
 
     def constant(self, value: Any) -> Any:
         """Return what stands for a number or a numpy array that becomes an array."""
@@ -169,13 +188,14 @@ class Session:
     @property
     def pending(self) -> list[Node]:
         """What was recorded and has not run."""
-        return self._graph.nodes
+        with self._lock:
+            return self._graph.nodes
 
     def cut(self) -> None:
         """Start the computation of all that is held, and of what has effects."""
         with self._lock:
             graph, self._graph = self._graph, Graph()
-            if any(node.kind.effects for node in graph.nodes) or _held(graph):
+            if graph.effects or _held(graph):
                 self._run(graph, lambda: _held(graph))
 
     def compute(self, cells: Sequence[Cell]) -> None:
@@ -234,7 +254,14 @@ class Session:
 
 
 def _held(graph: Graph) -> list[Cell]:
-    return [cell for node in graph.nodes for cell in node.outputs if cell.held]
+    return [cell for cell in graph.made if cell.held]
+
+
+def _is(cell: Cell, operand: Any) -> bool:
+    if isinstance(operand, LazyTensor):
+        return cell is operand.cell
+    number = type(operand) in (bool, int, float, complex) and tracing.is_number(cell.value)
+    return cell.value is operand or (number and cell.value == operand)
 
 
 def _from_where_it_starts(operand: Any, params: dict[str, Any]) -> tuple[Any, Sequence[Any], dict[str, Any]]:
@@ -322,7 +349,7 @@ def lazy(*, max_ops: int | None = None) -> Iterator[None]:
         if running.depth > 1:
             yield
         else:
-            with tracing.at(running.trace):
+            with calls.remembered(), tracing.at(running.trace):
                 yield
                 running.cut()
     finally:

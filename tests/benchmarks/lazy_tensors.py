@@ -1,9 +1,11 @@
 """What a train step costs as lazy tensors, beside the same code executed operation by operation.
 
 "step" is the plain step, "one node" the same with ``lm.lazytensor.value_and_grad``; both mark the step and fetch the
-loss, as the eager one does. "operators" and "jnp" are 200 elementwise operations and one cut. "if" is a step that
-decides on its loss, through ``lazymods.compile.paths``, beside the step rewritten with ``jax.lax.cond`` and jitted. All
-take turns in one process; a ratio is the median of those of the rounds, a time the least one.
+loss, as the eager one does. "operators" and those below it are 200 elementwise operations and one cut: Python's, those
+of ``jnp`` that are ufuncs and those that are jitted functions half and half, each alone, and functions of
+``jax.nn``. "if" is a step that decides on its loss, through ``lazymods.compile.paths``, beside the step rewritten with
+``jax.lax.cond`` and jitted. All take turns in one process; a ratio is the median of those of the rounds, a time the
+least one.
 """
 
 import argparse
@@ -105,7 +107,16 @@ def with_a_decision(model: Callable[[nnx.Rngs], Any], rewritten: bool) -> Run:
     return run
 
 
-def elementwise(operators: bool) -> Run:
+FOUR = {
+    "operators": lambda y: (y * 1.01 + 0.5 - 0.25) / 1.01,
+    "jnp": lambda y: jnp.abs(jnp.tanh(jnp.add(jnp.multiply(y, 1.01), 0.5))),
+    "jnp ufuncs": lambda y: jnp.maximum(jnp.subtract(jnp.add(jnp.multiply(y, 1.01), 0.5), 0.25), 0.0),
+    "jnp jitted": lambda y: jnp.cos(jnp.sin(jnp.tanh(jnp.sqrt(y)))),
+    "nn": lambda y: jax.nn.relu(jnp.where(y, jax.nn.sigmoid(jax.nn.softplus(y)), 1.0)),
+}
+
+
+def elementwise(four: Callable[[Any], Any]) -> Run:
     """Return a function that does 200 operations some times."""
     x = jnp.ones(1000)
 
@@ -113,10 +124,7 @@ def elementwise(operators: bool) -> Run:
         for _ in range(n):
             y = x
             for _ in range(50):
-                if operators:
-                    y = (y * 1.01 + 0.5 - 0.25) / 1.01
-                else:
-                    y = jnp.abs(jnp.tanh(jnp.add(jnp.multiply(y, 1.01), 0.5)))
+                y = four(y)
             lm.lazytensor.mark_step()
             jax.block_until_ready(y)
 
@@ -160,9 +168,8 @@ def main(rounds: int, n: int) -> None:
             rounds,
             4 * n,
         )
-    for operators in (True, False):
-        name = "operators" if operators else "jnp"
-        compare(name, {"eager": elementwise(operators), "lazy": lazy(elementwise(operators))}, rounds, n)
+    for name, four in FOUR.items():
+        compare(name, {"eager": elementwise(four), "lazy": lazy(elementwise(four))}, rounds, n)
 
 
 if __name__ == "__main__":
