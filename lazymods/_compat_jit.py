@@ -34,6 +34,19 @@ def key_parts(key: Any) -> tuple[Any, Any]:
     return key._base_array, key._impl
 
 
+def unwrap_keys(values: list[Any], keys: Sequence[tuple[int, Any]]) -> bool:
+    """Replace typed keys, by number, by their data; return False if one is none or has another implementation.
+
+    It is :func:`key_parts` for many, in one frame.
+    """
+    for number, impl in keys:
+        key = values[number]
+        if type(key) is not PRNGKeyArray or key._impl is not impl:
+            return False
+        values[number] = key._base_array
+    return True
+
+
 def wrap_key(data: Any, impl: Any) -> Any:
     """Make a typed key of data and what :func:`key_parts` returned as its implementation (``random_wrap``)."""
     return random_wrap(data, impl=impl)

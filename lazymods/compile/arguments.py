@@ -96,7 +96,7 @@ class Splitter:
             named = {k: _Static(v) if k in self.names else v for k, v in kwargs.items()}
             static = [a.value for a in wrapped if type(a) is _Static]
             static += [kwargs[k] for k in sorted(kwargs) if k in self.names]
-            statics = Picture(static).key
+            statics = Picture(static, static=True).key
             args, kwargs = tuple(wrapped), named
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
         arrays, roots, variables, kinds = [], [], [], []

@@ -36,6 +36,7 @@ class Binding:
         executing: Whether no trace is running around the call.
         values: All values; a value that is shared is in it more than once.
         constants: Arrays that the function reaches as they are.
+        captured: What the function reached besides its arguments.
         is_simple: Whether all values but the arguments are those of Variables, each in one nnx object.
     """
 
@@ -66,6 +67,7 @@ class Binding:
         self.is_simple = self.is_simple and len(set(self.names)) == len(self.names)
         self._shared = shared
         self.constants = captured.arrays
+        self.captured = captured
         self._given = (arguments.key, captured.key)
         self._loose = loose
 
@@ -78,7 +80,7 @@ class Binding:
         """Return what tells calls of the very same models apart, cheaper than :attr:`key`; None if nothing does."""
         if self._loose or self.lazy or not self.executing or len(set(self.names)) != len(self.names):
             return None
-        return (*self._given, self.names, tuple(map(_kind_of_input, arguments.arrays)))
+        return (*self._given, self.names, tuple(map(kind_of_input, arguments.arrays)))
 
     def _share(self, values: list[Any], targets: list[Any]) -> Hashable:
         """Leave out values that are there already; return which those are."""
@@ -130,7 +132,8 @@ class Binding:
         return [known[_mark(t)] for t in targets]
 
 
-def _kind_of_input(value: Any) -> Hashable:
+def kind_of_input(value: Any) -> Hashable:
+    """Return the shape and dtype of an input, for arrays cheaper than ``jax.typeof``."""
     return value.aval if type(value) is _compat_jit.ARRAY else (type(value), np.shape(value), np.result_type(value))
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lazymods import _compat_jit
 from lazymods.compile.metrics import COUNTS
 from lazymods.compile.paths import Paths
 from lazymods.compile.program import OtherSignatureError, signature_of
@@ -42,7 +43,8 @@ class BranchingProgram:
         self.at = list(self.takes)
         self.ran = False
         self._traced = traced
-        self._signature = signature_of(leaves)
+        self._signature: Any = signature_of(leaves)
+        self._kinds: list[Any] | None = None  # the avals of leaves that fit: mostly the very same objects each time
         self._present = _Present()
         self._paths = Paths(self._trace, max_paths, name)
 
@@ -60,7 +62,7 @@ class BranchingProgram:
             OtherSignatureError: If the program is for other leaves or another setting.
             LazyError: If there would be more paths than ``max_paths``.
         """
-        if signature_of(leaves) != self._signature:
+        if not self._fits(leaves):
             raise OtherSignatureError
         self._present.make_body = make_body
         try:
@@ -68,6 +70,15 @@ class BranchingProgram:
         finally:
             self._present.make_body = None
         return record, outputs
+
+    def _fits(self, leaves: Sequence[Any]) -> bool:
+        kinds = [v.aval if type(v) is _compat_jit.ARRAY else None for v in leaves]
+        if kinds == self._kinds and _compat_jit.trace_context() == self._signature[-1]:
+            return True
+        if signature_of(leaves) != self._signature:
+            return False
+        self._kinds = kinds if all(kind is not None for kind in kinds) else None
+        return True
 
     def _trace(self, leaves: list[Any]) -> tuple[Sequence[Any], Record]:
         make_body = self._present.make_body

@@ -10,9 +10,11 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
+from lazymods.compile.picture import held_by
 from lazymods.compile.tokens import Kind, Same, kind_of, token
 
 _LIBRARIES = sys.stdlib_module_names | {
@@ -30,6 +32,7 @@ class Captured(NamedTuple):
         values: The values as they are held, containers and all.
         key: Everything else about them, hashable.
         arrays: Arrays, which are constants of a trace.
+        found: What each place holds where the function finds something.
     """
 
     roots: list[Any]
@@ -37,6 +40,7 @@ class Captured(NamedTuple):
     values: list[Any]
     key: Hashable
     arrays: list[Any]
+    found: list[Any]
 
 
 class _Cell(NamedTuple):
@@ -72,6 +76,47 @@ class _Fixed(NamedTuple):
         return self.held
 
 
+class Glance:
+    """Sees, cheaper than by binding a whole call, that a function reaches what it reached.
+
+    Args:
+        captures: What reads the function.
+        was: What it read.
+    """
+
+    __slots__ = ("_always", "_captures", "_key", "_known", "_models")
+
+    def __init__(self, captures: Captures, was: Captured) -> None:
+        self._captures = captures
+        kinds = [kind_of(v) for v in was.found]
+        fixed = all(kind is Kind.NODE for kind in kinds) and all(type(s) is _Fixed for s in captures.sources)
+        self._always = tuple(was.found) if fixed else None
+        self._models = [n for n, kind in enumerate(kinds) if kind is Kind.NODE]
+        self._known = [_known(value, kind) for value, kind in zip(was.found, kinds, strict=True)]
+        self._key = was.key if None in self._known else None
+
+    def models(self) -> tuple[Any, ...] | None:
+        """Return the nnx objects that the function reaches now; None if it reaches anything else than before."""
+        if self._always is not None:
+            return self._always
+        if self._key is not None:  # there are containers: each has to be looked into
+            now = self._captures.read()
+            return tuple(now.roots) if now.key == self._key else None
+        values = [source.value() for source in self._captures.sources]
+        for value, (cls, known) in zip(values, self._known, strict=True):
+            if type(value) is not cls or (known is not None and value is not known()):
+                return None
+        return tuple([values[n] for n in self._models])
+
+
+def _known(value: Any, kind: Kind) -> Any:
+    """Return the class of a value, and a reference to it if it is part of a key itself; None if that does not tell."""
+    cls: Any = type(value)
+    if kind is Kind.NODE or (kind is Kind.ATOM and not callable(value)):
+        return (cls, None)
+    return (cls, weakref.ref(value)) if kind <= Kind.ARRAY and cls.__weakrefoffset__ else None
+
+
 class Captures:
     """Reads what a function reaches besides its arguments.
 
@@ -85,24 +130,26 @@ class Captures:
         self._seen: set[Any] = set()
         self._alive: list[Any] = []
         self._follow(function)
-        self.is_empty = not self.sources
-        self.only_root = None
-        if len(self.sources) == 1 and kind_of(self.sources[0].value()) is Kind.NODE and type(self.sources[0]) is _Fixed:
-            self.only_root = self.sources[0].held
+        self._fixed: Captured | None = None
+        if all(type(s) is _Fixed and kind_of(s.value()) is Kind.NODE for s in self.sources):
+            held = [source.value() for source in self.sources]
+            self._fixed = Captured(held, [], held, (), [], held)
+
+    def glance(self, was: Captured) -> Glance | None:
+        """Return what sees whether the function reaches what was read; None if it never reaches anything."""
+        return Glance(self, was) if self.sources else None
 
     def read(self) -> Captured:
         """Return what the function reaches now."""
-        if self.only_root is not None:
-            return Captured([self.only_root], [], [self.only_root], (), [])
-        if not self.sources:
-            return _NOTHING
+        if self._fixed is not None:
+            return self._fixed
         roots: list[Any] = []
         variables: list[Any] = []
         values: list[Any] = []
         tokens: list[Any] = []
         arrays: list[Any] = []
-        for source in self.sources:
-            value = source.value()
+        everything = [source.value() for source in self.sources]
+        for value in everything:
             kind = kind_of(value)
             if kind is Kind.NODE:
                 roots.append(value)
@@ -124,7 +171,7 @@ class Captures:
                 roots += found.roots
                 variables += found.variables
                 tokens.append(tuple(found.tokens))
-        return Captured(roots, variables, values, tuple(tokens), arrays)
+        return Captured(roots, variables, values, tuple(tokens), arrays, everything)
 
     def _follow(self, function: Any) -> None:
         """Add what a callable reaches, and what the functions reach that it reaches."""
@@ -176,9 +223,6 @@ class Captures:
             self.sources.append(source)
 
 
-_NOTHING = Captured([], [], [], (), [])
-
-
 def _global_names(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
@@ -199,15 +243,14 @@ def _is_own(function: Any) -> bool:
 
 
 def _parts(value: Any, kind: Kind) -> Any:
-    if kind is Kind.OBJECT:
-        return vars(value).values()
-    if kind is Kind.DICT:
-        return value.values()
     if kind is Kind.METHOD:
         return (value.__self__,)
     if kind is Kind.PARTIAL:
         return (value.func, value.args, value.keywords)
-    return value if kind in (Kind.TUPLE, Kind.LIST) else ()
+    held = held_by(value, kind)
+    items = () if kind is Kind.SET else held.values() if isinstance(held, dict) else held
+    own = kind is not Kind.OBJECT and type(value).__dictoffset__  # the attributes of a container of the user's
+    return (*items, vars(value)) if own else items
 
 
 def _holds_model(value: Any, seen: set[int], depth: int) -> bool:
@@ -256,7 +299,7 @@ def _names_in(value: Any, kind: Kind) -> Hashable:
     """Return what a container is besides its parts: names, keys, items of a set, the function of a method."""
     match kind:
         case Kind.OBJECT:
-            return tuple(vars(value))
+            return tuple(held_by(value, kind))
         case Kind.DICT:
             return tuple(map(token, value))
         case Kind.SET:

@@ -16,10 +16,8 @@ from __future__ import annotations
 import collections
 import functools
 import gc
-import operator
 import time
 import types
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
@@ -29,17 +27,17 @@ from flax import nnx
 from lazymods import _compat_jit
 from lazymods._errors import NOT_TRACEABLE, LazyError, Problem, describe
 from lazymods._snapshot import Snapshot
-from lazymods.compile.arguments import Arguments, Splitter, is_input
-from lazymods.compile.binding import Binding, write
+from lazymods.compile.arguments import Arguments, Splitter
+from lazymods.compile.binding import Binding, kind_of_input, write
 from lazymods.compile.branching import BranchingProgram
 from lazymods.compile.cache import Cache, CacheInfo
 from lazymods.compile.captures import Captures
 from lazymods.compile.explain import Situation, note_path, note_trace, structure_of
 from lazymods.compile.metrics import COUNTS
 from lazymods.compile.picture import Picture
-from lazymods.compile.program import OtherSignatureError, Program, compile_body, getter
-from lazymods.compile.records import Out, Record, Replay
-from lazymods.compile.tokens import Kind, kind_of_type
+from lazymods.compile.plan import Hot, Plan, hot_call
+from lazymods.compile.program import OtherSignatureError, Program, compile_body
+from lazymods.compile.records import Record, Replay
 from lazymods.compile.trace import LOCK, STAGES, Body, Place
 
 _KEPT_SITUATIONS = 16  # for lm.explain()
@@ -48,114 +46,6 @@ _TRACE, _EVAL = _compat_jit.TRACE, _compat_jit.EVAL
 
 class _DecidesError(Exception):
     """The first call of a lazy model decides on values: it is done in plain Python (private)."""
-
-
-class Plan:
-    """How a program is called: which of a call's values it takes in what order, and where it writes."""
-
-    __slots__ = ("_at", "_writers", "branches", "impls", "order", "program")
-
-    def __init__(self, program: Program | BranchingProgram, call: Binding) -> None:
-        self.program: Any = program
-        self.branches = isinstance(program, BranchingProgram)
-        self._at = program.at
-        order = [*range(call.inputs), *(call.places[call.inputs + program.at[t]] for t in program.takes)]
-        self.order = None if order == list(range(call.count)) else operator.itemgetter(*order, 0)
-        where = {place: number for number, place in enumerate(order)}
-        self.impls = [(where[call.places[n]], impl) for n, impl in call.impls.items() if call.places[n] in where]
-        self._writers: dict[int, Any] = {}
-
-    def leaves(self, values: list[Any]) -> Any:
-        """Return the program's leaves; ``values`` may be changed.
-
-        Raises:
-            OtherSignatureError: If a typed key is none any more.
-        """
-        if self.order is not None:
-            values = list(self.order(values))
-            values.pop()  # an itemgetter of one number would return no tuple
-        for number, impl in self.impls:
-            if type(values[number]) is not _compat_jit.KEY:
-                raise OtherSignatureError
-            values[number], found = _compat_jit.key_parts(values[number])
-            if found is not impl:
-                raise OtherSignatureError
-        return values
-
-    def run(self, values: list[Any], variables: Sequence[Any], make_body: Callable[[], Body] | None) -> Any:
-        """Run the program for a call that has nothing but Variables; return the record if more is to be done.
-
-        Args:
-            values: All values; may be changed.
-            variables: All Variables.
-            make_body: Returns the body of the call, for a program that has branches.
-        """
-        if self.impls or self.order is not None:
-            values = self.leaves(values)
-        record, outputs = self.program(values, make_body) if self.branches else self.program(values)
-        if not record.is_plain:
-            return record, outputs
-        if record.writes:
-            get_targets, get_outputs = self._writers.get(id(record)) or self._writer(record)
-            _exhaust(map(_compat_jit.SET_RAW, get_targets(variables), get_outputs(outputs)))
-            if record.passes_on:
-                _compat_jit.Watch.mark = object()
-        out = record.out
-        return None, (outputs[out.number] if type(out) is Out else record.result(outputs))
-
-    def _writer(self, record: Record) -> Any:
-        made = getter([self._at[t] for t, _ in record.writes]), getter([out.number for _, out in record.writes])
-        self._writers[id(record)] = made  # the program keeps its records alive
-        return made
-
-
-_exhaust = collections.deque(maxlen=0).extend
-
-
-class Hot:
-    """The call that was last: how to see that another is like it, and its plan.
-
-    Attributes:
-        types: The classes of the arguments, positional ones first.
-        keywords: The names of the keyword arguments.
-        arrays: The arguments that are inputs: all of a slice, or one by one as ``(number, treedef)``; the
-            treedef is None for one that is no pytree.
-        roots: ``(number, graph)`` of each nnx object, the graph weakly; -1 stands for what the function closes over.
-        plan: What to do.
-    """
-
-    __slots__ = ("arrays", "keywords", "plan", "roots", "types")
-
-    def __init__(self, args: tuple[Any, ...], keywords: tuple[str, ...], call: Binding, plan: Plan) -> None:
-        self.types, self.keywords, self.plan = tuple(map(type, args)), keywords, plan
-        graphs = iter(map(weakref.ref, call.graphs))
-        count = len(args) - len(keywords)
-        by_name = sorted(range(count, len(args)), key=lambda n: keywords[n - count])  # as in a pytree
-        inputs: list[tuple[int, Any]] = []
-        self.roots = []
-        for number in (*range(count), *by_name):
-            if kind_of_type(self.types[number]) is Kind.NODE:
-                self.roots.append((number, next(graphs)))
-            else:
-                whole = is_input(self.types[number])
-                inputs.append((number, None if whole else jax.tree.structure(args[number])))
-        self.roots += [(-1, graph) for graph in graphs]
-        start = len(args) - len(inputs)
-        ends = inputs == [(number, None) for number in range(start, len(args))]
-        self.arrays = slice(start, None) if ends else inputs
-
-    def gather(self, args: tuple[Any, ...]) -> list[Any] | None:
-        """Return the inputs among the arguments; None if a pytree is another."""
-        values: list[Any] = []
-        for number, treedef in self.arrays:  # type: ignore[union-attr]
-            if treedef is None:
-                values.append(args[number])
-            else:
-                leaves, found = jax.tree.flatten(args[number])
-                if found != treedef:
-                    return None
-                values += leaves
-        return values
 
 
 class JitFunction:
@@ -169,6 +59,7 @@ class JitFunction:
         self._cache = Cache(self._forget)
         self._plans: dict[Any, Plan] = {}
         self._hot: Hot | None = None
+        self._has_signatures = False  # then it pays to look at shapes before jax.jit does
         self._situations: collections.deque[Situation] = collections.deque(maxlen=_KEPT_SITUATIONS)
         functools.update_wrapper(self, function if hasattr(function, "__name__") else type(function))
         self.__wrapped__ = function
@@ -191,22 +82,26 @@ class JitFunction:
 
     # ------------------------------------------------------------ the short way
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: C901  one frame: another costs as much as five lines
         """Call the function, compiled."""
         hot = self._hot
         if hot is None or _TRACE.value is not _EVAL:
             return self._call(args, kwargs)
         given = (*args, *kwargs.values()) if kwargs else args
-        if tuple(map(type, given)) != hot.types or tuple(kwargs) != hot.keywords:
+        if [*map(type, given)] != hot.types or ((kwargs or hot.keywords) and tuple(kwargs) != hot.keywords):
             return self._call(args, kwargs)
         stages = STAGES.number
         values = [*given[hot.arrays]] if type(hot.arrays) is slice else hot.gather(given)
-        if values is None:
+        if values is None or (hot.signature is not None and [*map(kind_of_input, values)] != hot.signature):
             return self._call(args, kwargs)
+        if hot.glance is not None:
+            models = hot.glance.models()
+            if models is None:
+                return self._call(args, kwargs)
+            given += models
         variables: Any = None
         for number, kept in hot.roots:
-            root = given[number] if number >= 0 else self._captures.only_root
-            graph = kept()
+            graph, root = kept(), given[number]
             if graph is None or graph.root() is not root:
                 return self._call(args, kwargs)
             held = graph.read(root)
@@ -220,6 +115,7 @@ class JitFunction:
             make_body = functools.partial(self._body_of, args, kwargs) if hot.plan.branches else None
             record, out = hot.plan.run(values, variables, make_body)
         except OtherSignatureError:
+            self._has_signatures = True
             return self._call(args, kwargs)
         COUNTS.hits += 1
         if record is None:
@@ -244,7 +140,9 @@ class JitFunction:
                     plan, call = self._plan(arguments, call)
                 except _DecidesError:
                     return self._function(*args, **kwargs)
-                self._hot = _hot(args, kwargs, arguments, call, plan, self._captures) if call.executing else None
+                self._hot = hot_call(args, kwargs, arguments, call, plan, self._captures) if call.executing else None
+                if self._hot is not None and self._has_signatures:
+                    self._hot.signature = [*map(kind_of_input, arguments.arrays)]
             try:
                 record, outputs = self._run(plan, call, arguments)
             except OtherSignatureError:
@@ -400,21 +298,6 @@ def _check_constants(name: str, program: Program, call: Binding) -> None:
                 for v in found
             )
         )
-
-
-def _hot(
-    args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments, call: Binding, plan: Plan, captures: Captures
-) -> Hot | None:
-    """Return how to take the short way for calls like this one; None if there is none."""
-    if arguments.variables or arguments.statics or not call.is_simple or not plan.program.can_be_kept:
-        return None
-    if not (captures.is_empty or captures.only_root is not None):
-        return None
-    given = (*args, *kwargs.values())
-    whole = sum(kind_of_type(type(value)) is Kind.NODE for value in given)
-    if whole != len(arguments.roots):  # some are inside pytrees
-        return None
-    return Hot(given, tuple(kwargs), call, plan)
 
 
 @overload

@@ -5,12 +5,15 @@ model. Each call asks :meth:`Graph.read`, which is sound in two steps:
 
 - Flax itself tells of every assignment to an attribute, a Variable or its metadata (see ``_compat_jit.watch``). After
   any, each attribute is compared by identity and each metadata entry by type and value.
-- Deletions, items of dicts and lists, and writes that go around Flax show in a comparison of each object's
-  contents with a copy. It runs in C, and takes an identical value to be equal without asking it: 7 ns an attribute.
+- Deletions, and writes that go around Flax, show in a comparison of each object's contents with a copy. It runs in C,
+  and takes an identical value to be equal without asking it: 7 ns an attribute. What it misses is a value that is
+  written around Flax (``vars(module)[name] = ...``) and equals the one before, such as ``True`` in place of ``1``.
+- Dicts, lists, sets and objects that are not Flax's are compared by identity each time.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
 import operator
 import weakref
@@ -18,10 +21,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from lazymods import _compat, _compat_jit
+from lazymods.compile.attributes import Attributes
 from lazymods.compile.picture import Picture, held_by, input_of, slot_shape
 from lazymods.compile.tokens import Kind, kind_of, token
 
 _numbers = itertools.count()
+_BUILTIN = frozenset((dict, list, set, collections.deque, bytearray))  # classes whose objects keep them
 _attributes = object.__getattribute__  # vars() would ask the class: nnx.Optimizer has a slow __getattribute__
 
 
@@ -50,17 +55,23 @@ class Graph:
 
     __slots__ = (
         "__weakref__",
+        "_classed",
         "_classes",
         "_copies",
+        "_free",
+        "_free_values",
+        "_has_containers",
         "_held",
         "_mark",
         "_metadata",
         "_nodes",
+        "_odd",
         "_ordered",
         "_orders",
         "_own",
         "_root_class",
         "_slot_shapes",
+        "_trusted",
         "_variable_classes",
         "key",
         "lazy",
@@ -86,16 +97,43 @@ class Graph:
         self._root_class = picture.classes[0]
         self._own = picture.contents[0]
         self._nodes: list[Any] = picture.nodes[1:]
-        self._classes = picture.classes[1:]
-        self._held: list[Any] = [held_by(node) for node in self._nodes]
-        self._copies: list[Any] = picture.contents[1:]
+        self._classed = [n for n in self._nodes if type(n) not in _BUILTIN]
+        self._classes = list(map(type, self._classed))
+        self._held: list[Any] = []
+        self._copies: list[Any] = []
+        self._free: list[Any] = []  # dicts and lists to which anyone may write without Flax, and what they hold
+        self._free_values: list[Any] = []
+        self._trusted: list[Any] = []  # what is in other dicts and lists
+        self._odd: list[tuple[Any, Any]] = []  # what is compared in Python: sets, and objects with __slots__
+        with_slots = {id(node) for node, _ in picture.slots}
+        for node, contents in zip(self._nodes, picture.contents[1:], strict=True):
+            self._add(node, contents, id(node) in with_slots)
         self._ordered: list[Any] = picture.ordered
         self._orders = [list(n) for n in self._ordered]
+        self._has_containers = bool(self._ordered or self._free or self._odd)
         self._metadata = [_compat.raw_metadata(v).copy() for v in self.variables]
         self._variable_classes = list(map(type, self.variables))
         self.root = weakref.ref(root)
         if keep and not self.lazy:
             self._watch(root)
+
+    def _add(self, node: Any, contents: Any, has_slots: bool) -> None:
+        """Note how to compare a node's contents."""
+        kind = kind_of(node)
+        held = held_by(node, kind)
+        if kind in (Kind.SET, Kind.QUEUE) or type(held) is Attributes or (has_slots and kind is not Kind.NODE):
+            self._odd.append((node, contents))
+            return
+        self._held.append(held)
+        self._copies.append(contents)
+        values = contents.values() if isinstance(contents, dict) else contents
+        if kind is Kind.NODE:
+            return
+        if all(map(_equals_itself_only, values)):
+            self._trusted += values
+        else:
+            self._free.append(held.values() if isinstance(held, dict) else held)
+            self._free_values += values
 
     def _watch(self, root: Any) -> None:
         for node in self._nodes:
@@ -120,15 +158,23 @@ class Graph:
             same = (
                 _attributes(root, "__dict__") == self._own
                 and self._held == self._copies
-                and list(map(type, self._nodes)) == self._classes
+                and list(map(type, self._classed)) == self._classes
                 and type(root) is self._root_class
             )
         except Exception:  # an array or another class's == was asked, so a value is not the one that was there
             return None
-        if not same or (self._ordered and list(map(list, self._ordered)) != self._orders):
+        if not same or (self._has_containers and not self._has_same_containers()):
             return None
         raws = _compat_jit.raw_values(self.variables)
         return self._with_slots(root, raws) if self.slots else raws
+
+    def _has_same_containers(self) -> bool:
+        """Compare what anyone may write to without Flax; that lengths are the same was seen before."""
+        return (
+            list(map(list, self._ordered)) == self._orders
+            and all(map(operator.is_, itertools.chain.from_iterable(self._free), self._free_values))
+            and all(itertools.starmap(_is_as, self._odd))
+        )
 
     def _with_slots(self, root: Any, raws: list[Any]) -> list[Any] | None:
         for (node, key), shape in zip(self.slots, self._slot_shapes, strict=True):
@@ -144,6 +190,8 @@ class Graph:
             return False
         if list(map(type, self.variables)) != self._variable_classes:
             return False
+        if not all(map(_equals_itself_only, self._trusted)):  # a Variable has another value
+            return False
         return all(map(_same_metadata, map(_compat.raw_metadata, self.variables), self._metadata))
 
     def nodes(self) -> list[Any]:
@@ -153,6 +201,17 @@ class Graph:
     def writers(self, root: Any) -> Iterator[tuple[Any, Any]]:
         """Return where each slot's value is: the dict or list, and the key."""
         return ((held_by(root if node is None else node), key) for node, key in self.slots)
+
+
+def _equals_itself_only(value: Any) -> bool:
+    """Whether ``==`` between a value and another in its place is false, or an error: no truth in several elements."""
+    if kind_of(value) is Kind.VARIABLE:
+        return getattr(value.get_raw_value(), "size", 1) > 1
+    return kind_of(value) is Kind.NODE and type(value).__eq__ is object.__eq__
+
+
+def _is_as(node: Any, contents: Any) -> bool:
+    return _identical(held_by(node), contents)
 
 
 def _identical(held: Any, copy: Any) -> bool:

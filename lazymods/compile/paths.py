@@ -15,19 +15,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from lazymods import _compat_tracing as tracing
 from lazymods._errors import LazyError, Problem
+from lazymods.compile.program import getter
 from lazymods.lazytensor.graph import Cell, Graph, Node, compiled, kind_of, needed
 
 Body = Callable[[list[Any]], tuple[Sequence[Any], Any]]
-
-
-class _Constant(NamedTuple):
-    value: Any
 
 
 class _Segment:
@@ -35,34 +32,51 @@ class _Segment:
 
     Attributes:
         program: What it runs; None if all values are known already.
-        takes: Where in the values of a call the operands of the program are.
+        take: Returns the operands of the program of the values of a call.
         constants: Operands that are the same in every call.
         gives: Which cells of the recording its results are.
         asked: Where the value is that is decided on; None at the end.
         convert: What Python made of that value.
         branches: What follows each of its values.
-        results: At the end, where the results of the function are.
+        fixed: At the end, results that are the same in every call; they follow the values.
+        results: At the end, returns the results of the function.
         rest: At the end, what the function returned besides.
     """
 
-    __slots__ = ("asked", "branches", "constants", "convert", "gives", "program", "rest", "results", "takes")
+    __slots__ = (
+        "asked",
+        "branches",
+        "constants",
+        "convert",
+        "fixed",
+        "gives",
+        "program",
+        "rest",
+        "results",
+        "take",
+    )
 
     def __init__(self) -> None:
         self.program: Any = None
-        self.takes: tuple[int, ...] = ()
+        self.take: Callable[[list[Any]], Sequence[Any]] = getter(())
         self.constants: tuple[Any, ...] = ()
         self.gives: tuple[int, ...] = ()
         self.asked: int | None = None
         self.convert: Callable[[Any], Any] = _raw
         self.branches: dict[Any, _Segment] = {}
-        self.results: tuple[int | _Constant, ...] = ()
+        self.fixed: list[Any] = []
+        self.results: Callable[[list[Any]], Sequence[Any]] = getter(())
         self.rest: Any = None
 
     def run(self, values: list[Any]) -> None:
         """Run the program; add its constants, then what it gives, to the values of the call."""
         if self.program is not None:
             values += self.constants
-            values += self.program([values[i] for i in self.takes], ())
+            values += self.program([*self.take(values)], ())
+
+    def finish(self, values: list[Any]) -> list[Any]:
+        """Return the results of the function."""
+        return [*self.results(values + self.fixed if self.fixed else values)]
 
     def decide(self, values: list[Any]) -> tuple[Any, Any]:
         """Return what Python gets of the value asked for, and what tells it from others."""
@@ -135,7 +149,7 @@ class Paths:
         while segment is not None:
             segment.run(values)
             if segment.asked is None:
-                return [r.value if isinstance(r, _Constant) else values[r] for r in segment.results], segment.rest
+                return segment.finish(values), segment.rest
             answer, key = segment.decide(values)
             trail.append((segment, answer, key))
             segment = segment.branches.get(key)
@@ -206,16 +220,18 @@ class _Recording:
             del arguments
             cells = [r.cell if self._is_own(r) else None for r in results]
             self._segment(self.end, [c for c in cells if c is not None])
-            ends = [self._end(result, cell) for result, cell in zip(results, cells, strict=True)]
+            places = [self._end(result, cell) for result, cell in zip(results, cells, strict=True)]
         finally:
             self._trace.invalidate()
-        self.end.results, self.end.rest = tuple(ends), rest
-        return [e.value if isinstance(e, _Constant) else self.values[e] for e in ends], rest
+        self.end.results, self.end.rest = getter(places), rest
+        return self.end.finish(self.values), rest
 
-    def _end(self, result: Any, cell: Cell | None) -> int | _Constant:
-        if cell is None:
-            return _Constant(result)
-        return self._places[cell] if cell in self._places else _Constant(tracing.executed(cell.value))
+    def _end(self, result: Any, cell: Cell | None) -> int:
+        """Return where among the values, and what follows them, a result of the function is."""
+        if cell in self._places:
+            return self._places[cell]
+        self.end.fixed.append(result if cell is None else tracing.executed(cell.value))
+        return len(self.values) + len(self.end.fixed) - 1
 
     def note(self, primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
         """Note one operation (see :class:`lazymods._compat_tracing.Recording`)."""
@@ -287,7 +303,7 @@ class _Recording:
             fixed = [c for c in graph.inputs if c not in self._places]
             self._places.update((c, place) for place, c in enumerate(fixed, len(self.values)))
             segment.program = compiled(graph.structure(), graph.places(outputs))
-            segment.takes = tuple(self._places[c] for c in graph.inputs)
+            segment.take = getter([self._places[c] for c in graph.inputs])
             segment.constants = tuple(c.value for c in fixed)
             segment.gives = tuple(self._numbers[c] for c in outputs)
             start = len(self.values) + len(fixed)

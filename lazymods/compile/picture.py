@@ -3,6 +3,10 @@
 A :class:`Picture` is taken of some roots. It numbers the objects that can change (nnx objects, plain objects, dicts,
 lists, sets) and the Variables, keeps what each of them held, and tells their structure as a hashable key in which
 values of arrays don't count. Tuples are part of what holds them.
+
+Arrays in nnx objects, plain objects, dicts and lists are in *slots*: they can be read and written there, and are inputs
+of a program. Those in a partial function, in the metadata of a Variable or in an object with ``__slots__`` are part of
+the structure, each by identity.
 """
 
 from __future__ import annotations
@@ -10,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from lazymods import _compat
 from lazymods._graph import STATE as LAZY
 from lazymods._recipe import Recipe
+from lazymods.compile.attributes import Attributes, has_hidden_state, slots_of
 from lazymods.compile.tokens import Kind, Same, kind_of, token
 
 _HIDDEN = _compat.STATE  # flax's record of the trace in which an object was born
@@ -22,6 +28,10 @@ _HIDDEN = _compat.STATE  # flax's record of the trace in which an object was bor
 
 class Picture:
     """The objects and Variables under some roots, as they were.
+
+    Args:
+        roots: Where to start.
+        static: Whether the roots are part of a program by value, with every array in them.
 
     Attributes:
         nodes: Everything that can change, in the order in which it was met; no object twice.
@@ -35,7 +45,7 @@ class Picture:
         lazy: Whether a layer or a parameter is uninitialized.
     """
 
-    def __init__(self, roots: Iterable[Any]) -> None:
+    def __init__(self, roots: Iterable[Any], static: bool = False) -> None:
         self.nodes: list[Any] = []
         self.contents: list[Any] = []
         self.classes: list[type] = []
@@ -46,6 +56,8 @@ class Picture:
         self.ordered: list[Any] = []
         self.lazy = False
         self._in_state = 0
+        self._static = static
+        self._fixed = static  # whether an array is part of the structure
         self._numbers: dict[int, int] = {}
         for number, root in enumerate(roots):
             self._visit(root, (number,))
@@ -69,18 +81,18 @@ class Picture:
         if kind is Kind.ATOM:
             self._emit(token(value), path)
         elif kind is Kind.ARRAY:
-            self._emit(Kind.ARRAY, path)
-            return True
+            self._emit(self._array_token(value), path)
+            return not self._fixed
         elif kind is Kind.TUPLE:
             self._emit((type(value), len(value)), path)
+            self._visit_attributes(value, path)
             return any([self._visit(v, (*path, i)) for i, v in enumerate(value)])
         elif kind is Kind.METHOD:
             self._emit((Kind.METHOD, Same(value.__func__)), path)
-            self._visit(value.__self__, (*path, "__self__"))
+            self._visit_fixed([("__self__", value.__self__)], path)
         elif kind is Kind.PARTIAL:
-            self._emit(Kind.PARTIAL, path)
-            for name in ("func", "args", "keywords"):
-                self._visit(getattr(value, name), (*path, name))
+            self._emit(type(value), path)
+            self._visit_fixed([(name, getattr(value, name)) for name in ("func", "args", "keywords")], path)
         elif id(value) in self._numbers:
             self._emit((kind is Kind.VARIABLE, self._numbers[id(value)]), path)
         elif kind is Kind.VARIABLE:
@@ -89,13 +101,16 @@ class Picture:
             self._visit_node(value, kind, path)
         return False
 
+    def _array_token(self, array: Any) -> Any:
+        if self._static and isinstance(array, np.ndarray):  # it may be written to
+            return (np.ndarray, array.dtype, array.shape, array.tobytes())
+        return token(array) if self._fixed else Kind.ARRAY
+
     def _visit_variable(self, variable: Any, path: tuple[Any, ...]) -> None:
         self._numbers[id(variable)] = len(self.variables)
         self.variables.append(variable)
         self._emit(type(variable), path)
-        for name, value in sorted(_compat.raw_metadata(variable).items()):
-            self._emit(name, (*path, name))
-            self._visit(value, (*path, name))
+        self._visit_fixed(sorted(_compat.raw_metadata(variable).items()), path)
         if type(variable.get_raw_value()) is Recipe:
             self.lazy = True
             self._emit(Same(variable.get_raw_value()), path)
@@ -106,21 +121,41 @@ class Picture:
         self.classes.append(type(node))
         self.contents.append(contents_of(node, kind))
         self._emit((type(node), len(self.contents[number])), path)
-        if kind in (Kind.SET, Kind.QUEUE):
-            items = self.contents[number]
-            self._emit(frozenset(map(token, items)) if kind is Kind.SET else tuple(map(token, items)), path)
+        if kind is not Kind.OBJECT:
+            self._visit_attributes(node, path)
+        elif has_hidden_state(type(node)):
+            self._emit(Same(node), path)
+        if kind is Kind.SET:
+            self._emit(frozenset(map(token, self.contents[number])), path)
             return
         if kind is Kind.DICT and not self._in_state:
             self.ordered.append(node)
         is_state = isinstance(node, nnx.State)
         self._in_state += is_state
+        before, self._fixed = self._fixed, self._static or (kind is Kind.OBJECT and bool(slots_of(type(node))))
         self._visit_items(node, kind, self.contents[number], path)
+        self._fixed = before
         self._in_state -= is_state
 
+    def _visit_fixed(self, parts: Iterable[tuple[str, Any]], path: tuple[Any, ...]) -> None:
+        """Note values that are looked into, but that nobody can write."""
+        before, self._fixed = self._fixed, True
+        for name, part in parts:
+            self._emit(name, (*path, name))
+            self._visit(part, (*path, name))
+        self._fixed = before
+
+    def _visit_attributes(self, container: Any, path: tuple[Any, ...]) -> None:
+        """Note the attributes that a container has besides its items, if its class is one of the user's."""
+        if type(container).__dictoffset__ and kind_of(container) is not Kind.NODE:
+            self._visit(vars(container), (*path, "__dict__"))
+
     def _visit_items(self, node: Any, kind: Kind, contents: Any, path: tuple[Any, ...]) -> None:
-        items = enumerate(contents) if kind is Kind.LIST else contents.items()
+        if kind is Kind.QUEUE:
+            self._emit(getattr(node, "maxlen", None), path)
+        items = enumerate(contents) if isinstance(contents, list) else contents.items()
         for key, value in items:
-            if kind is not Kind.LIST:
+            if isinstance(contents, dict):
                 self._emit(token(key), path)
             if key == _HIDDEN and kind is Kind.NODE:
                 continue
@@ -135,16 +170,16 @@ class Picture:
 def held_by(node: Any, kind: Kind | None = None) -> Any:
     """Return the dict, list, set or queue in which a node holds its contents."""
     kind = kind_of(node) if kind is None else kind
+    if kind is Kind.OBJECT and slots_of(type(node)):
+        return Attributes(node)
     return vars(node) if kind in (Kind.NODE, Kind.OBJECT) else node
 
 
 def contents_of(node: Any, kind: Kind | None = None) -> Any:
     """Return a copy of what a node holds, as a plain dict, list or set."""
     kind = kind_of(node) if kind is None else kind
-    if kind in (Kind.NODE, Kind.OBJECT):
-        return vars(node).copy()
-    if kind is Kind.DICT:
-        return dict(node)
+    if kind in (Kind.NODE, Kind.OBJECT, Kind.DICT):
+        return dict(held_by(node, kind))
     return set(node) if kind is Kind.SET else list(node)
 
 
@@ -163,11 +198,6 @@ def refill(held: Any, contents: Any) -> None:
     """Let a container hold other contents, in their order."""
     held.clear()
     held.extend(contents) if isinstance(contents, list) else held.update(contents)
-
-
-def array_of(node: Any, key: Any) -> Any:
-    """Return what a slot holds."""
-    return held_by(node)[key]
 
 
 def slot_shape(value: Any) -> Any:

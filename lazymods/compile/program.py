@@ -50,6 +50,7 @@ class Program:
 
     Attributes:
         record: What the function does besides computing arrays.
+        launch: Does the same as calling the program, and returns the outputs alone.
         tape: How it computes them.
         takes: Which targets the leaves after the arguments are the values of, by number; those that the body adopted
             count after its own.
@@ -67,13 +68,17 @@ class Program:
         self.can_be_kept = not any(map(_compat.is_tracer, tape.closed.consts))
         self._traced: Any = None
         self._mark: Any = None
+        self._twins: Sequence[tuple[int, int]] = ()
         if not donate:
-            self._run: Any = jax.jit(self._flat)
+            self.launch: Any = jax.jit(self._flat)
         else:
             kept = [i for i in range(inputs) if i not in set(donate)]
             self._order = [*donate, *kept]
             self._moving, self._still = getter(donate), getter(kept)
             self._run = jax.jit(self._divided, donate_argnums=(0,))
+            self.launch = self._launch_donating
+            kinds = [(v.aval.shape, v.aval.dtype) for v in tape.closed.jaxpr.invars]
+            self._twins = [(a, d) for a in range(inputs - len(takes)) for d in donate if kinds[a] == kinds[d]]
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[Record, Sequence[Any]]:
         """Run the program.
@@ -87,13 +92,16 @@ class Program:
         Raises:
             OtherSignatureError: If the program is for other leaves or another setting.
         """
-        if not self.donated:
-            return self.record, self._run(leaves)
+        return self.record, self.launch(leaves)
+
+    def _launch_donating(self, leaves: Sequence[Any]) -> Sequence[Any]:
         if self._mark is not _compat_jit.Watch.mark:  # else the leaves to donate are what a program returned
             self._mark = _compat_jit.Watch.mark
             if len(set(map(id, leaves))) != len(leaves):
                 leaves = _unshared(leaves, self.donated)
-        return self.record, self._run(self._moving(leaves), self._still(leaves))
+        elif any(leaves[argument] is leaves[donated] for argument, donated in self._twins):
+            leaves = _unshared(leaves, self.donated)
+        return self._run(self._moving(leaves), self._still(leaves))
 
     def leaf_numbers(self, inputs: int) -> list[int]:
         """Return which leaves of a call the program takes, in its order; ``inputs`` of them are arguments."""
@@ -124,11 +132,11 @@ def signature_of(leaves: Sequence[Any]) -> Hashable:
 
 
 def getter(numbers: Sequence[int]) -> Any:
-    """Return a function of a sequence that returns the items of these numbers as a tuple, in C."""
-    if len(numbers) == 1:
-        first = numbers[0]
-        return lambda items: (items[first],)
-    return operator.itemgetter(*numbers) if numbers else lambda items: ()
+    """Return a function of a sequence that returns the items of these numbers as a sequence, in C."""
+    start = numbers[0] if numbers else 0
+    if list(numbers) == list(range(start, start + len(numbers))):  # an itemgetter of many takes ten times as long
+        return operator.itemgetter(slice(start, start + len(numbers)))
+    return operator.itemgetter(*numbers)
 
 
 def _unshared(leaves: Sequence[Any], donated: Sequence[int]) -> list[Any]:

@@ -102,7 +102,8 @@ class Record:
         made: Objects that the function made.
         outputs: The program's outputs.
         is_plain: Whether the function only wrote values, and returned nothing but arrays and static values.
-        passes_on: Whether a new value is one of the program's inputs, unchanged: two Variables then hold one array.
+        passes_on: Whether a new value is one of the program's inputs, unchanged: two Variables then hold one array. Or
+            of another size than the one before: a guard may rely on that.
     """
 
     out: Any
@@ -137,12 +138,16 @@ class Record:
             inputs: Its inputs.
             places: Of a target, by number, the number of its input.
         """
+        given = set(map(id, inputs))
         found = {}
         for number, (target, out) in enumerate(self.writes):
             place, array = places.get(target), outputs[out.number]
-            found[number] = (place is not None and array is inputs[place], array)
-        given = set(map(id, inputs))
-        self.passes_on = any(not same and id(array) in given for same, array in found.values())
+            before = None if place is None else inputs[place]
+            found[number] = (
+                array is before,
+                id(array) in given or (before is not None and _size(array) != _size(before)),
+            )
+        self.passes_on = any(not same and passed_on for same, passed_on in found.values())
         return {number for number, (same, _) in found.items() if same}
 
     def drop_writes(self, unchanged: set[int]) -> list[int]:
@@ -155,6 +160,11 @@ class Record:
         for number, out in enumerate(self.outputs):
             out.number = number
         return kept
+
+
+def _size(value: Any) -> Any:
+    """Return how many elements an array, a tracer or a variable of a jaxpr has."""
+    return getattr(getattr(value, "aval", value), "size", 1)
 
 
 def describe(out: Any, base: Picture, stage: Any, targets: Sequence[Any]) -> tuple[Record, list[Any]]:

@@ -22,6 +22,8 @@ from flax import nnx
 from flax.typing import HashableMapping
 from jax.core import Tracer
 
+from lazymods.compile.attributes import slots_of
+
 
 class Kind(enum.IntEnum):
     """What a walk does with a value."""
@@ -33,14 +35,12 @@ class Kind(enum.IntEnum):
     PARTIAL = 4
     VARIABLE = 5
     NODE = 6  # an nnx object
-    OBJECT = 7  # any other object with attributes
+    OBJECT = 7  # any other object with attributes or slots
     DICT = 8
     LIST = 9
     SET = 10
     QUEUE = 11
 
-
-MUTABLE = frozenset((Kind.NODE, Kind.OBJECT, Kind.DICT, Kind.LIST, Kind.SET, Kind.QUEUE))
 
 # Instances of these packages' classes are looked at from outside: their state is not the user's.
 _CLOSED = sys.stdlib_module_names | {"jax", "jaxlib", "numpy", "optax", "lazymods", "ml_dtypes", "torch", "tensorflow"}
@@ -59,7 +59,7 @@ def kind_of_type(cls: type) -> Kind:
     for kind, bases in _BUILTIN.items():
         if issubclass(cls, bases):
             return kind
-    if issubclass(cls, _WITHOUT_STATE) or not cls.__dictoffset__:
+    if issubclass(cls, _WITHOUT_STATE) or not (cls.__dictoffset__ or slots_of(cls)):
         return Kind.ATOM
     closed = (cls.__module__ or "").partition(".")[0] in _CLOSED and cls not in _OPEN_CLASSES
     return Kind.ATOM if closed else Kind.OBJECT

@@ -33,6 +33,7 @@ class Block(nnx.Module):
         self.seen[...] += 1
         h = self.drop(self.norm(self.linear(x)))
         sign = -1.0 if str(self.scale).startswith("-") else 1.0
+        h = h * 2 if isinstance(self.table["shift"], bool) else h
         h = self.act(h) * jnp.float32(float(self.scale)) * sign + self.table["shift"]
         return h + len(self.names) + (1.0 if isinstance(self.scale, bool) else 0.0)
 
@@ -97,6 +98,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "numpy": scale(np.float32(1)),
     "list in place": lambda m: m.blocks[0].names.append("b"),
     "dict in place": lambda m: m.blocks[0].table.update(shift=1.5),
+    "dict of int": lambda m: m.blocks[0].table.update(shift=1),
+    "dict of bool": lambda m: m.blocks[0].table.update(shift=True),
     "function": lambda m: setattr(m.blocks[0], "act", jnp.sin),
     "function back": lambda m: setattr(m.blocks[0], "act", jnp.tanh),
     "train": lambda m: m.train(),

@@ -1,0 +1,69 @@
+"""Objects with ``__slots__``: what they hold, as a dict, and what of an object Python cannot see at all."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+_POINTER = tuple.__itemsize__
+
+
+@functools.lru_cache(maxsize=4096)
+def slots_of(cls: type) -> dict[str, types.MemberDescriptorType]:
+    """Return the slots that Python code has declared in a class and its bases, by name; don't change the dict.
+
+    A slot that another class's slot of the same name hides is there as ``Base.name``.
+    """
+    found: dict[str, types.MemberDescriptorType] = {}
+    for base in cls.__mro__:
+        if "__slots__" in vars(base):
+            for name, slot in vars(base).items():
+                if isinstance(slot, types.MemberDescriptorType):
+                    found.setdefault(name if name not in found else f"{base.__qualname__}.{name}", slot)
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def has_hidden_state(cls: type) -> bool:
+    """Whether objects of a class hold more than attributes and slots, as an ``int`` or a class written in C does.
+
+    It is what ``object.__getstate__`` asks before it lets an object be pickled by its attributes alone.
+    """
+    pointers = len(slots_of(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    return cls.__itemsize__ != 0 or cls.__basicsize__ > object.__basicsize__ + pointers * _POINTER
+
+
+class Attributes(dict[str, Any]):
+    """What the slots and attributes of an object hold; :meth:`clear` and :meth:`update` are done to the object too.
+
+    Args:
+        thing: An object of a class that has slots.
+    """
+
+    def __init__(self, thing: Any) -> None:
+        self._thing, self._slots = thing, slots_of(type(thing))
+        self._attributes: dict[str, Any] = getattr(thing, "__dict__", {})
+        for name, slot in self._slots.items():
+            try:
+                super().__setitem__(name, slot.__get__(thing))
+            except AttributeError:  # it is empty
+                continue
+        super().update(self._attributes)
+
+    def clear(self) -> None:
+        """Empty the slots, and delete the attributes."""
+        for name in self.keys() & self._slots.keys():
+            self._slots[name].__delete__(self._thing)
+        self._attributes.clear()
+        super().clear()
+
+    def update(self, contents: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Let slots and attributes hold these values, also those of a frozen dataclass."""
+        for name, value in contents.items():
+            if name in self._slots:
+                self._slots[name].__set__(self._thing, value)
+            else:
+                self._attributes[name] = value
+        super().update(contents)
