@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import core
 
@@ -118,7 +119,7 @@ def call_abstractly(fun: Callable[..., Any], specs: Any) -> Any:
 def zeros(shape: Sequence[int], dtype: Any) -> Any:
     """Return zeros in the current trace; where nothing is computed, without asking JAX what their shape will be."""
     trace = core.trace_ctx.trace
-    if type(trace) is _AbstractTrace and not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if type(trace) is _AbstractTrace and not jnp.issubdtype(dtype, jax.dtypes.extended):
         return _Abstract(trace, core.ShapedArray(tuple(shape), np.dtype(dtype)))
     return jax.lax.full(shape, 0, dtype)
 

@@ -132,6 +132,14 @@ def check_update(node: Any) -> None:
         node._check_valid_context(lambda: f"Cannot mutate {type(node).__name__!r} from different trace level")
 
 
+def is_of_another_trace(error: Exception) -> bool:
+    """Whether an nnx transform refuses a Variable that was made outside of the current trace, as a placeholder is.
+
+    By the text that flax gives it (a ValueError of ``flax.nnx.extract``, or a TraceContextError).
+    """
+    return "different trace level" in str(error)
+
+
 def new_state() -> Any:
     """Return what flax keeps under ``_compat.STATE`` in a new object (``nnx.pytreelib.PytreeState``)."""
     return nnx.pytreelib.PytreeState()

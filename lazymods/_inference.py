@@ -116,6 +116,27 @@ def materialize(
     return report.of_finished(model)
 
 
+class _Function(nnx.Module):
+    """A function as a module."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = nnx.static(function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def initialize(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Initialize the lazy layers among the arguments of a function that a call would reach, as :func:`materialize`."""
+    if isinstance(function, nnx.Module):
+        materialize(function, *args, **kwargs)
+        return
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nnx.Module):
+        function, args = function.__func__, (owner, *args)
+    materialize(_Function(function), *args, **kwargs)
+
+
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
     """Put off the collection of cycles: nearly all that is made here is kept, and each would go through all of it."""

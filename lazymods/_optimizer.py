@@ -84,7 +84,8 @@ class LazyOptimizer(nnx.Optimizer[Any]):
                 )
             )
         keep_class = _first_call.is_carried(self)
-        with _compat.at_trace(_compat.home_trace(self)):
+        staged = _graph.LOCAL.stage is not None  # lm.jit brings about what a function does to its objects
+        with _compat.at_trace(_compat.current_trace() if staged else _compat.home_trace(self)):
             made = nnx.Optimizer(model, self.tx, wrt=self.wrt)
             step = self.step
             names = _compat.data_names(made)

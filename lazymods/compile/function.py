@@ -23,9 +23,11 @@ from typing import Any, overload
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
 from lazymods import _compat_jit
-from lazymods._errors import NOT_TRACEABLE, LazyError, Problem, describe
+from lazymods._errors import NOT_TRACEABLE, LazyError, Problem, UninitializedError, describe
+from lazymods._inference import initialize
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
 from lazymods.compile.binding import Binding, kind_of_input, write
@@ -210,9 +212,38 @@ class JitFunction:
                 raise
             if call.lazy:
                 raise _DecidesError from error
+        except (UninitializedError, ValueError, TraceContextError) as error:
+            in_transform = isinstance(error, UninitializedError) or _compat_jit.is_of_another_trace(error)
+            if not (call.lazy and call.executing and in_transform):
+                raise
+            return self._make_any(arguments, self._sized(arguments, call, error))
         program = BranchingProgram(call.leaves, len(call.targets), self.max_paths, self.name, self._note_path)
         program.at = call.numbers_of(call.targets)
         return program, call
+
+    def _sized(self, arguments: Arguments, call: Binding, error: Exception) -> Binding:
+        """Initialize lazy layers that are first called inside ``nnx.grad`` and the like, as ``materialize`` does.
+
+        Returns:
+            The call anew.
+
+        Raises:
+            UninitializedError: If there are lazy layers that it can't initialize.
+        """
+        got = "a lazy model inside nnx.grad or another transform of NNX, closed over"
+        if any(graph.lazy for graph in call.graphs[: len(arguments.roots)]):
+            args, kwargs = arguments.rebuild(arguments.arrays)
+            try:
+                initialize(self._function, args, kwargs)
+            except Exception as reason:
+                raise reason from error
+            again = self._bind(arguments)
+            if again.key != call.key:
+                return again
+            got = "a lazy model inside nnx.grad or another transform of NNX, with layers that the call does not reach"
+        needed = "a model that is ready, or as an argument, to be sized before"
+        write = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+        raise UninitializedError(Problem(self.name, got, needed, write)) from error
 
     def _body(self, arguments: Arguments, call: Binding) -> Body:
         def run(arrays: Sequence[Any]) -> Any:
@@ -330,7 +361,8 @@ def jit(
     two calls is seen: of structure, class, static attributes by type and value, sharing, shapes, dtypes and the
     settings of JAX. Each combination is traced and compiled once, for models of equal structure together.
 
-    The first call of a lazy model traces once as well: its parameters are made, and are inputs of the program.
+    The first call of a lazy model traces once as well: its parameters are made, and are inputs of the program. If its
+    layers are first called inside a transform such as ``nnx.grad``, a run without values comes before and sizes them.
 
     Numbers and texts that the function closes over by themselves are constants, as for ``jax.jit``; those in an
     object that holds a model, such as ``self.rate`` next to ``self.model``, are seen to change.

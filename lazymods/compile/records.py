@@ -83,7 +83,7 @@ class Made:
 
 @dataclasses.dataclass
 class Change:
-    """What became of a node or Variable that was there before."""
+    """What became of a node or Variable that was there before; ``cls`` is its class, None for a node's if it stays."""
 
     old: Old
     cls: type | None
@@ -222,16 +222,17 @@ class _Writer:
             if not _same_items(after, begun):
                 changes.append(Change(Old(number, False), None, [self._part(v) for v in after]))
             return
+        cls = self._stage.classes_after[id(node)]
         names = [k for k in after if k != _compat.STATE]
         moved = [k for k in names if k not in begun or not _same_value(after[k], begun[k])]
         ordered = kind_of(node) is not Kind.DICT or names == [k for k in begun if k != _compat.STATE]
-        if len(after) == len(begun) and ordered and all((id(held), k) in places for k in moved):
+        if cls is type(node) and len(after) == len(begun) and ordered and all((id(held), k) in places for k in moved):
             if all(kind_of(after[k]) is Kind.ARRAY for k in moved):
                 writes += [(places[id(held), k], self._own_output(after[k])) for k in moved]
                 return
         kept = {k: Keep(k) for k in after if k in begun and k not in moved}
         contents = {k: kept.get(k) or self._part(v) for k, v in after.items() if k != _compat.STATE}
-        changes.append(Change(Old(number, False), None, contents))
+        changes.append(Change(Old(number, False), None if cls is type(node) else cls, contents))
 
     # ------------------------------------------------------------ values
 
@@ -342,6 +343,8 @@ class Replay:
                 before = dict(held)
                 state = {k: v for k, v in before.items() if k == _compat.STATE}
                 refill(held, state | {k: self.value(v, before) for k, v in change.contents.items()})
+                if change.cls is not None:
+                    _compat.set_class(thing, change.cls)
             else:
                 refill(held, [self.value(v) for v in change.contents])
 

@@ -105,6 +105,7 @@ class _Stage:
         self.raws: dict[int, Any] = {}  # by Variable: its value when the function began
         self.after: Picture | None = None
         self.contents_after: dict[int, Any] = {}
+        self.classes_after: dict[int, type] = {}
         self.raws_after: dict[int, tuple[Any, type, dict[str, Any]]] = {}
         self._states = [_variable_state(v) for v in first.variables]
 
@@ -169,6 +170,7 @@ class _Stage:
         self.after = Picture([[node for node, _, _ in self._nodes], [v for v, *_ in self._states], out_nodes(out)])
         for node in self.after.nodes:
             self.contents_after[id(node)] = contents_of(node)
+            self.classes_after[id(node)] = type(node)
         for variable in self.after.variables:
             raw, metadata = variable.get_raw_value(), dict(_compat.raw_metadata(variable))
             self.raws_after[id(variable)] = (raw, type(variable), metadata)
