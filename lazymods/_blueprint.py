@@ -129,10 +129,14 @@ class Blueprint:
         """The equation of the program that computes each variable."""
         return {v: equation for equation in self.program.jaxpr.eqns for v in equation.outvars}
 
+    def producer_of(self, slot: Slot) -> Any:
+        """Return the equation that computes a slot; None if nothing is computed."""
+        variable = self.program.jaxpr.outvars[slot.index]
+        return None if hasattr(variable, "val") else self.producers.get(variable)
+
     def source_of(self, slot: Slot) -> Any:
         """Return the equation of a slot that is one call of an initializer, or full of one value; else None."""
-        variable = self.program.jaxpr.outvars[slot.index]
-        equation = None if hasattr(variable, "val") else self.producers.get(variable)
+        equation = self.producer_of(slot)
         if equation is None or equation.primitive is init_p:
             return equation
         full = equation.primitive is jax.lax.broadcast_in_dim_p and np.shape(equation.invars[0].aval) == ()

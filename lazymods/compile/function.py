@@ -233,10 +233,7 @@ class JitFunction:
         got = "a lazy model inside nnx.grad or another transform of NNX, closed over"
         if any(graph.lazy for graph in call.graphs[: len(arguments.roots)]):
             args, kwargs = arguments.rebuild(arguments.arrays)
-            try:
-                initialize(self._function, args, kwargs)
-            except Exception as reason:
-                raise reason from error
+            initialize(self._function, args, kwargs)
             again = self._bind(arguments)
             if again.key != call.key:
                 return again

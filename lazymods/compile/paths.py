@@ -22,7 +22,8 @@ import numpy as np
 from lazymods import _compat_tracing as tracing
 from lazymods._errors import LazyError, Problem
 from lazymods.compile.program import getter
-from lazymods.lazytensor.graph import Cell, Graph, Node, compiled, kind_of, needed
+from lazymods.lazytensor.graph import Cell, Graph, Node, compiled, needed
+from lazymods.lazytensor.kinds import kind_of
 
 Body = Callable[[list[Any]], tuple[Sequence[Any], Any]]
 

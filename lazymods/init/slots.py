@@ -25,9 +25,7 @@ def request(blueprint: Blueprint, slot: Slot, keys: Sequence[Any], dtype: Any, k
         dtype: The dtype that the value gets in the end.
         known: Values of keys and counters on the host by id, filled as they are met; the arrays must stay alive.
     """
-    jaxpr = blueprint.program.jaxpr
-    variable, shape = jaxpr.outvars[slot.index], slot.shape
-    equation = None if hasattr(variable, "val") else blueprint.producers.get(variable)
+    equation, shape = blueprint.producer_of(slot), slot.shape
     while equation is not None and equation.primitive.name == "reshape" and equation.params["dimensions"] is None:
         shape = equation.invars[0].aval.shape
         equation = blueprint.producers.get(equation.invars[0])
@@ -35,7 +33,7 @@ def request(blueprint: Blueprint, slot: Slot, keys: Sequence[Any], dtype: Any, k
         return _full(equation, slot, dtype)
     if equation is None or equation.primitive is not init_p:
         return None
-    given = dict(zip(jaxpr.invars, keys, strict=True))
+    given = dict(zip(blueprint.program.jaxpr.invars, keys, strict=True))
     value = _on_host(blueprint, equation.invars[0], given, known)
     key = value if isinstance(value, tuple) else None
     return Request(equation.params["call"], key, shape, equation.params["dtype"], slot.shape, dtype)

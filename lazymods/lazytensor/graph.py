@@ -20,7 +20,6 @@ import numpy as np
 from lazymods import _compat_tracing as tracing
 from lazymods._compat_tracing import Recorded
 from lazymods.lazytensor.kinds import Key, Kind, key_of
-from lazymods.lazytensor.kinds import kind_of as kind_of
 
 
 class Cell:
