@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -66,6 +67,33 @@ def freeze(value: Any) -> Any:
     except TypeError as error:
         raise UnhashableError from error
     return type(value), value
+
+
+def freeze_arguments(cls: type, arguments: Mapping[str, Any]) -> Any:
+    """Return ``freeze(arguments)`` for a constructor; layers share the keys of what they leave at its default.
+
+    Raises:
+        UnhashableError: As :func:`freeze`.
+    """
+    defaults = _frozen_defaults(cls)
+    found = []
+    for name, value in arguments.items():
+        known = defaults.get(name)
+        found.append(known[1] if known is not None and known[0] is value else (name, freeze(value)))
+    return tuple(found)
+
+
+@functools.cache
+def _frozen_defaults(cls: type) -> dict[str, tuple[Any, tuple[str, Any]]]:
+    """Each default that is a key, with name and key."""
+    found = {}
+    for name, parameter in constructor_parameters(cls).items():
+        value = parameter.default
+        if isinstance(value, (list, tuple)) or hasattr(type(value), "keys"):
+            continue  # it may be changed in place
+        with contextlib.suppress(UnhashableError):
+            found[name] = value, (name, freeze(value))
+    return found
 
 
 def exact(value: Any) -> Any:

@@ -69,6 +69,10 @@ class Slot:
     dtype: Any
     metadata: Mapping[str, Any]
 
+    def of_shape(self, shape: Shape) -> Slot:
+        """Describe the same at another shape."""
+        return Slot(self.index, self.path, self.cls, shape, self.dtype, self.metadata)
+
 
 @dataclasses.dataclass(frozen=True)
 class Node:

@@ -80,7 +80,7 @@ class Mould:
     def __init__(self, spec: LayerSpec, template: Template) -> None:
         self.spec, self.template = spec, template
         root = template.blueprint.root
-        self.attributes = [(n, d) for n, d in root.attributes.items() if (n,) not in template.pending]
+        self.attributes = {n: d for n, d in root.attributes.items() if (n,) not in template.pending}
         names = {n: is_data for n, is_data in root.data_names.items() if (n,) not in template.pending}
         self.names = _compat.mapping_of_names({**names, STATE: False})
         places = {d.argument: p for p, d in _given(root, ())}
@@ -109,7 +109,7 @@ class Mould:
                 has checked those of the object that the template describes.
         """
         builder = Builder(self, keys, given)
-        for name, description in self.attributes:
+        for name, description in self.attributes.items():
             shared = isinstance(description, Static) and not description.mutable
             value = description.value if shared else builder.make(description, (name,))
             object.__setattr__(layer, name, value)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -331,28 +330,6 @@ def threefry_dtype() -> Any:
         return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
 
-_ONE = (1,)
-
-
-class _OneShape:
-    """Stands for the module ``jax.random``: its samplers draw one element, whatever the shape."""
-
-    @functools.cache  # noqa: B019  there is one instance
-    def __getattr__(self, name: str) -> Any:
-        sample = getattr(jax.random, name)
-        signature = inspect.signature(sample)
-
-        def draw_one(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.arguments["shape"] = _ONE
-            return sample(*bound.args, **bound.kwargs)
-
-        return draw_one
-
-
-_one_shape = _OneShape()
-
-
 @functools.cache
 def _sampling() -> frozenset[Any]:
     """Code of the initializers of JAX that draw once, at their shape, and multiply by a scalar."""
@@ -369,14 +346,14 @@ def is_jax_initializer(init: Any) -> bool:
     return getattr(init, "__module__", None) in ("jax._src.nn.initializers", "jax.nn.initializers")
 
 
-def drawing_one(init: Any) -> Callable[..., Any] | None:
-    """Return an initializer of JAX's own as one that draws a single element, with the scalars of the whole shape.
+def with_modules(init: Any, **modules: Any) -> Callable[..., Any] | None:
+    """Return an initializer of JAX's own that draws once and multiplies, with others in place of modules that it uses.
 
-    JAX traces a sampler anew for every shape, for longer than it takes to fill a small layer. None if ``init`` is not
-    one of those. Reads ``__code__``, ``__closure__`` and ``__globals__["random"]`` of the functions in
-    ``jax._src.nn.initializers``. (jax 0.10.2 and 0.12.0)
+    None if ``init`` is not one of those. Reads ``__code__``, ``__closure__`` and ``__globals__`` of the functions in
+    ``jax._src.nn.initializers``, which know ``jax.random`` as ``random`` and ``jax.numpy`` as ``jnp``. (jax 0.10.2 and
+    0.12.0)
     """
-    if getattr(init, "__code__", None) not in _sampling() or "random" not in init.__globals__:
+    if getattr(init, "__code__", None) not in _sampling() or not init.__globals__.keys() >= modules.keys():
         return None
-    names = {**init.__globals__, "random": _one_shape}
+    names = {**init.__globals__, **modules}
     return types.FunctionType(init.__code__, names, init.__name__, init.__defaults__, init.__closure__)

@@ -23,6 +23,35 @@ class _Abstract(core.Tracer):
     def _short_repr(self) -> str:
         return f"Abstract<{self.aval}>"
 
+    def _elementwise(self, other: Any) -> Any:
+        """Return what arithmetic with another value gives, if that is plain to see; else None."""
+        trace: Any = self._trace  # type: ignore[attr-defined]
+        if type(other) is not _Abstract or other._trace is not trace or core.trace_ctx.trace is not trace:
+            return None
+        one: Any = self.aval
+        two: Any = other.aval
+        same = one.dtype == two.dtype and one.ndim == two.ndim and not (one.weak_type or two.weak_type)
+        if type(trace) is not _AbstractTrace or not same or not jnp.issubdtype(one.dtype, np.inexact):
+            return None
+        shape = tuple([m if n == 1 else n for n, m in zip(one.shape, two.shape, strict=True)])
+        fits = all([d in (1, n) for aval in (one, two) for d, n in zip(aval.shape, shape, strict=True)])
+        return zeros(shape, one.dtype) if fits and one.sharding.mesh.empty and two.sharding.mesh.empty else None
+
+
+def _arithmetic(name: str) -> Any:
+    """Return an operator that spares JAX its tracing of ``jnp.add`` and the like at every shape that it has not met."""
+    ordinary = getattr(core.Tracer, name)
+
+    def operator(self: Any, other: Any) -> Any:
+        known = self._elementwise(other)
+        return ordinary(self, other) if known is None else known
+
+    return operator
+
+
+for _name in ("__add__", "__sub__", "__mul__", "__truediv__"):
+    setattr(_Abstract, _name, _arithmetic(_name))
+
 
 class OperationByOperation(core.Trace):
     """A trace that sees the operations within functions that have rules of their own, as executing them does."""

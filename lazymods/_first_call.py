@@ -193,13 +193,17 @@ def _left_empty(layer: Any, left: list[str]) -> Problem:
 
 def as_specs(tree: Any) -> Any:
     """Replace every array of a pytree by its shape and dtype; modules and everything else stay."""
+    if type(tree) is tuple:  # arguments: what a tree of JAX's own costs more than the rest of a small call
+        return tuple([as_specs(x) for x in tree])
+    if isinstance(tree, (jax.Array, np.ndarray)):
+        return jax.ShapeDtypeStruct(tree.shape, tree.dtype)
+    if type(tree) is jax.ShapeDtypeStruct or (not tree and type(tree) is dict):
+        return tree
+    return jax.tree.map(_as_spec, tree, is_leaf=lambda x: isinstance(x, (nnx.Pytree, nnx.Variable)))
 
-    def one(x: Any) -> Any:
-        if isinstance(x, (jax.Array, np.ndarray)):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return x
 
-    return jax.tree.map(one, tree, is_leaf=lambda x: isinstance(x, (nnx.Pytree, nnx.Variable)))
+def _as_spec(x: Any) -> Any:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, (jax.Array, np.ndarray)) else x
 
 
 # ---------------------------------------------------------------- contexts

@@ -37,7 +37,13 @@ from lazymods._recipe import InitSource, PartialShape, Recipe, Shape
 SIZE_LINE = "model(x), or lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype)), first"
 
 
-class UninitializedVariable(nnx.Variable[Any]):
+class _PlaceholderType(type(nnx.Variable)):  # type: ignore[misc]
+    """Flax asks whether a value is a tracer that stands for a Variable; none stands for a placeholder."""
+
+    __instancecheck__: Any = type.__instancecheck__
+
+
+class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
     """Base of all placeholders: a Variable whose shape, and so whose value, is not known yet.
 
     Args:

@@ -278,7 +278,7 @@ def _in_order(node: Any, parameters: list[ParameterShape]) -> tuple[ParameterSha
 def _own_parameters(node: Any, seen: set[int]) -> Iterator[ParameterShape]:
     """What the layer itself holds, without the objects in it."""
     for key, value in _graph.children(node):
-        if isinstance(value, nnx.Pytree):
+        if _graph.kind_of(value) in (_graph.NODE, _graph.OTHER):
             continue
         holder = {key: value}
         for entry in _graph.entries(holder):

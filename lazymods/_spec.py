@@ -20,7 +20,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lazymods import _blueprint, _compat
-from lazymods._arguments import Ignored, UnhashableError, common_multiple, constructor_parameters, freeze
+from lazymods._arguments import (
+    Ignored,
+    UnhashableError,
+    common_multiple,
+    constructor_parameters,
+    freeze,
+    freeze_arguments,
+)
 from lazymods._blueprint import Blueprint, Path
 from lazymods._errors import Problem, UninitializedError, check_pickles
 from lazymods._graph import dotted
@@ -68,9 +75,9 @@ class LayerSpec:
         self.name, self.cls, self.config, self.unknown, self.options = name, cls, dict(config), dict(unknown), options
         self.streams, self.rngs_name, self.modules, self.guesses = streams, rngs_name, modules, guesses
         self.scales = scales
-        self.arguments = {k: v for k, v in self.config.items() if k not in options and k not in self.unknown}
         try:
-            self.key: Any = (name, cls, freeze(self.config), freeze(self.unknown), options, streams, rngs_name, modules)
+            arguments = freeze_arguments(cls, self.config), freeze_arguments(cls, self.unknown)
+            self.key: Any = (name, cls, *arguments, options, streams, rngs_name, modules)
         except UnhashableError:
             self.key = object()
         self._hash = hash(self.key)
@@ -117,6 +124,11 @@ class LayerSpec:
         )
 
     # ------------------------------------------------------------ sizes
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What the class's constructor gets of what was given."""
+        return {k: v for k, v in self.config.items() if k not in self.options and k not in self.unknown}
 
     @functools.cached_property
     def size_names(self) -> tuple[str, ...]:
@@ -211,7 +223,7 @@ class LayerSpec:
 
     def of_family(self) -> Template | None:
         """Compute the template from that of the layers that differ in sizes alone; None if it has to be read."""
-        given = {n: self.config[n] for n in self.scales or () if n in self.arguments}
+        given = {n: self.config[n] for n in self.scales or () if n in self.config and n not in self.unknown}
         if not given or any(type(v) is not int for v in given.values()):
             return None
         config = {k: v for k, v in self.config.items() if k not in given}

@@ -45,7 +45,7 @@ class Axis:
 
     def fixed(self, sizes: Sizes) -> Axis:
         """Return the formula in what is left when some sizes are known."""
-        if not self.factors:
+        if not self.factors or self.factors.keys().isdisjoint(sizes):
             return self
         return Axis({n: f for n, f in self.factors.items() if n not in sizes}, self.length(sizes))
 
@@ -104,7 +104,7 @@ class Template:
             shape = [axis.length(sizes) for axis in axes]
             if not _are_lengths(shape):
                 return None  # the constructor says what is wrong
-            slots[path] = dataclasses.replace(self.blueprint.slots[path], shape=tuple(map(int, shape)))
+            slots[path] = self.blueprint.slots[path].of_shape(tuple(map(int, shape)))
         statics = {path: Static(numbers.at(sizes)) for path, numbers in self.statics.items()}
         if any(static.value is None for static in statics.values()):
             return None

@@ -24,6 +24,7 @@ from jax import lax
 
 from lazymods import _compat, _compat_abstract
 from lazymods._recipe import Shape
+from lazymods.init import scaling
 from lazymods.state import transfer
 
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
@@ -159,7 +160,7 @@ def read(init: Callable[..., Any], shape: Shape, dtype: Any) -> Reading:
     """Read what ``init(key, shape, dtype)`` computes, by calling it where nothing is known of it yet."""
     if init is jax.nn.initializers.zeros or init is jax.nn.initializers.ones:
         return Reading(Constant(np.dtype(dtype).type(init is jax.nn.initializers.ones)), None)
-    if _compat.drawing_one(init) is not None:
+    if scaling.drawing_one(init) is not None:
         x64 = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         return Reading(_read_cached(init, shape, np.dtype(dtype), x64, transfer.default_device()), None)
     return _read_anew(init, shape, dtype)
@@ -168,9 +169,40 @@ def read(init: Callable[..., Any], shape: Shape, dtype: Any) -> Reading:
 @functools.lru_cache(maxsize=1024)
 def _read_cached(init: Callable[..., Any], shape: Shape, dtype: Any, x64: bool, device: Any) -> Drawn | Constant | None:
     """Read one of JAX's own initializers, which depend on nothing else."""
-    one = _compat.drawing_one(init)
-    made = None if one is None else _read_anew(one, shape, dtype, drawn_shape=(1,)).program
-    return made or _read_anew(init, shape, dtype).program
+    scaled = _scaled(init, len(shape), dtype, x64, device)
+    if scaled is None:
+        return _read_one(init, shape, dtype) or _read_anew(init, shape, dtype).program
+    try:
+        factor = scaling.factor(init, shape, dtype)
+    except Exception:  # whatever is wrong, calling it says it better
+        return _read_anew(init, shape, dtype).program
+    return Drawn(scaled.units, (*scaled.scalars[:-1], (factor,)))
+
+
+@functools.lru_cache(maxsize=256)
+def _scaled(init: Callable[..., Any], rank: int, dtype: Any, x64: bool, device: Any) -> Drawn | None:
+    """Read an initializer of which at other shapes nothing differs but the last factor; None if it is no such one."""
+    if device.platform != "cpu":  # which computes the factor otherwise than numpy
+        return None
+    found = []
+    for size in (6, 35):
+        shape = (size,) * rank
+        made = _read_one(init, shape, dtype)
+        if not isinstance(made, Drawn) or len(made.scalars[-1]) != 1:
+            return None
+        try:
+            same = scaling.factor(init, shape, dtype).tobytes() == made.scalars[-1][0].tobytes()
+        except (AttributeError, TypeError, ArithmeticError):  # it does more than is known here
+            return None
+        found.append(made if same else None)
+    one, other = found
+    return one if one and other and (one.units, one.scalars[:-1]) == (other.units, other.scalars[:-1]) else None
+
+
+def _read_one(init: Callable[..., Any], shape: Shape, dtype: Any) -> Drawn | Constant | None:
+    """Read what an initializer does to one element, with the scalars of the whole shape."""
+    one = scaling.drawing_one(init)
+    return None if one is None else _read_anew(one, shape, dtype, drawn_shape=(1,)).program
 
 
 def _read_anew(init: Callable[..., Any], shape: Shape, dtype: Any, drawn_shape: Shape | None = None) -> Reading:
@@ -277,7 +309,7 @@ def _scalar(primitive: Any, params: Mapping[str, Any], inputs: Sequence[Any], av
     else:
         _require(primitive.name in _EXACT and _is_float(aval.dtype), "an operation that is not exact")
         value = _computed(primitive, params, inputs).astype(aval.dtype)
-    _require(not _is_float(value.dtype) or _is_normal(value), "a number that XLA takes for zero")
+    _require(not _is_float(value.dtype) or scaling.is_normal(value), "a number that XLA takes for zero")
     return value
 
 
@@ -304,12 +336,6 @@ def _scalar_call(closed: Any, inputs: Sequence[Any]) -> Any:
 
 def _is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, np.floating)
-
-
-def _is_normal(value: Any) -> bool:
-    """Whether a value is zero, infinite or large enough to have all its digits."""
-    x = float(value.reshape(()))
-    return x == 0 or math.isinf(x) or abs(x) >= float(jnp.finfo(value.dtype).tiny)
 
 
 @dataclasses.dataclass(frozen=True)

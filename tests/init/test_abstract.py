@@ -1,5 +1,6 @@
 """An abstract run finds the shapes that ``jax.eval_shape`` finds, through every transform of JAX."""
 
+import operator as operators
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -100,6 +103,33 @@ def test_shapes_are_found_inside_other_traces(name: str) -> None:
     jax.jit(outer)(jnp.float32(1))
     jax.vmap(outer)(jnp.zeros(2))
     assert seen == 2 * [(kinds(jax.eval_shape(program, X)), ((), jnp.dtype("float32"), False))]
+
+
+@given(st.data())
+@settings(max_examples=300, deadline=None)
+def test_arithmetic_gives_the_shapes_and_dtypes_of_eval_shape(data: st.DataObject) -> None:
+    operator = data.draw(st.sampled_from(["add", "sub", "mul", "truediv"]))
+    sides = st.lists(st.sampled_from([0, 1, 1, 2, 3]), max_size=3)
+    dtypes = st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64, jnp.int32, jnp.bool_])
+    one, other = (jax.ShapeDtypeStruct(tuple(data.draw(sides)), data.draw(dtypes)) for _ in range(2))
+
+    def outcome(run: Any) -> Any:
+        try:
+            return kinds(run(lambda pair: getattr(operators, operator)(*pair), (one, other)))
+        except (TypeError, ValueError) as error:
+            return type(error), str(error)
+
+    assert outcome(_compat_abstract.call_abstractly) == outcome(jax.eval_shape)
+
+
+def test_arithmetic_asks_jax_where_that_may_refuse() -> None:
+    row = jax.ShapeDtypeStruct((3,), jnp.float32)
+    with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match="rank"):
+        _compat_abstract.call_abstractly(lambda pair: pair[0] + pair[1], (X, row))
+    weak = jax.ShapeDtypeStruct((4, 3), jnp.float32, weak_type=True)
+    assert _compat_abstract.call_abstractly(lambda pair: pair[0] * pair[1], (weak, weak)).weak_type
+    with jax.disable_jit():
+        assert kinds(_compat_abstract.call_abstractly(lambda x: x + x, X)) == ((4, 3), jnp.float32, False)
 
 
 def test_a_decision_on_a_value_is_refused_as_under_jit() -> None:
