@@ -39,6 +39,7 @@ def constructor_parameters(cls: type) -> dict[str, inspect.Parameter]:
 # isinstance(value, Mapping) or (value, nnx.Pytree) asks every subclass of those whether it knows the type of the value,
 # once for each type. In a fresh process that takes as long as making some layers; so the keys below try less first.
 _ATOMS = frozenset((int, bool, str, bytes, type(None)))
+_NONE = type(None), None
 
 
 def freeze(value: Any) -> Any:
@@ -48,6 +49,8 @@ def freeze(value: Any) -> Any:
         UnhashableError: If it holds an array or anything else without a hash.
     """
     kind = type(value)
+    if value is None:
+        return _NONE
     if kind in _ATOMS:
         return kind, value
     if isinstance(value, (list, tuple)):
@@ -89,7 +92,8 @@ def _frozen_defaults(cls: type) -> dict[str, tuple[Any, tuple[str, Any]]]:
     found = {}
     for name, parameter in constructor_parameters(cls).items():
         value = parameter.default
-        if isinstance(value, (list, tuple)) or hasattr(type(value), "keys"):
+        kind = type(value)
+        if isinstance(value, (list, tuple)) or (hasattr(kind, "keys") and kind is not types.MappingProxyType):
             continue  # it may be changed in place
         with contextlib.suppress(UnhashableError):
             found[name] = value, (name, freeze(value))

@@ -85,7 +85,7 @@ class Mould:
         self.names = _compat.mapping_of_names({**names, STATE: False})
         places = {d.argument: p for p, d in _given(root, ())}
         self.given = {a: places[a] for a in spec.modules if a in places}
-        self.draws = [(n, draws) for n, draws in template.blueprint.draws.items() if draws]
+        self.draws = {n: draws for n, draws in template.blueprint.draws.items() if draws}
         self._placeholders: dict[Path, tuple[Any, tuple[Any, ...]]] = {}
 
     def placeholder(self, slot: Slot) -> tuple[Any, tuple[Any, ...]]:

@@ -189,22 +189,23 @@ def _construct(layer: Any, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str,
     given = dict(kwargs)
     rngs = given.pop(twin.rngs_name or "", twin.default_rngs)
     streams, modules = _streams(rngs), {}
-    key = None if streams is None else _key(name, twin, args, given, streams)
+    described = None if streams is None else _described(streams)
+    key = None if described is None else _key(name, twin, args, given, described)
     if key is None:
-        mould, modules = _mould(name, twin, args, kwargs)
+        mould, modules = _mould(name, twin, args, kwargs, described)
     else:
-        mould, _ = _remembered_mould(key, rngs is None, Ignored((name, twin, args, given, kwargs)))
+        mould, _ = _remembered_mould(key, rngs is None, Ignored((name, twin, args, given, kwargs, described)))
     streams = streams or {}
     kept = {**modules, "rngs": rngs, **{f"rngs.{n}": s for n, s in streams.items()}}
     keys = [a for s in streams.values() for a in (_compat.value_of(s.key), _compat.value_of(s.count))]
     checked = "_lazymods_plan" in vars(type(layer)) and _compat.is_pytree(type(layer))
     mould.build(layer, keys, kept, checked=checked)
-    for n, draws in mould.draws:
+    for n, draws in mould.draws.items():
         count = streams[n].count
         count.set_raw_value(_compat.counted(_compat.value_of(count), draws))
 
 
-def _key(name: str, twin: _Twin, args: Any, given: Mapping[str, Any], streams: Mapping[str, Any]) -> Any:
+def _key(name: str, twin: _Twin, args: Any, given: Mapping[str, Any], described: Streams) -> Any:
     """All that a layer's configuration follows from, None if it cannot be a key; without it, each is bound anew."""
     if not twin.remembers:
         return None
@@ -212,17 +213,17 @@ def _key(name: str, twin: _Twin, args: Any, given: Mapping[str, Any], streams: M
         arguments = tuple(map(exact, args)), tuple([(k, exact(v)) for k, v in given.items()])
     except UnhashableError:
         return None
-    return twin, name, arguments, _described(streams), context(), nnx.var_defaults().ref
+    return twin, name, arguments, described, context(), nnx.var_defaults().ref
 
 
 @functools.lru_cache(maxsize=1024)
 def _remembered_mould(key: Any, without_rngs: bool, asked: Ignored) -> tuple[Mould, Any]:
-    name, twin, args, given, kwargs = asked.value
+    name, twin, args, given, kwargs, described = asked.value
     asked.value = None  # the cache keeps what it was asked with, but must not keep the rngs
-    return _mould(name, twin, args, kwargs)[0], (args, given)  # kept alive: the key has their identities
+    return _mould(name, twin, args, kwargs, described)[0], (args, given)  # kept alive: the key has their identities
 
 
-def _mould(name: str, twin: _Twin, args: Any, kwargs: Any) -> tuple[Mould, dict[str, Any]]:
+def _mould(name: str, twin: _Twin, args: Any, kwargs: Any, described: Streams | None) -> tuple[Mould, dict[str, Any]]:
     """Configure a layer: its mould, and those of its arguments that are modules."""
     plan, signature = twin.plan, twin.signature
     try:
@@ -242,12 +243,10 @@ def _mould(name: str, twin: _Twin, args: Any, kwargs: Any) -> tuple[Mould, dict[
     if plan.prepare is not None:
         config = plan.prepare(config)
     rngs = config.pop(twin.rngs_name, None) if twin.rngs_name else None
-    streams = _streams(rngs)
-    if streams is None:
+    if described is None:
         raise _no_rngs(name, rngs)
     structure = _structure(plan, config)
     modules = {k: v for k, v in config.items() if nnx.Module in type(v).__mro__}
-    described = _described(streams)
     takes_rngs = twin.rngs_name if rngs is not None else None
     plain = {k: v for k, v in config.items() if k not in modules}
 
@@ -288,7 +287,11 @@ def _no_rngs(name: str, rngs: Any) -> LazyError:
     return ConfigurationError(Problem(name, f"rngs={got}", needed, f"{name}(..., rngs=nnx.Rngs(0))"))
 
 
-def _described(streams: Mapping[str, nnx.RngStream]) -> tuple[tuple[str, Any, str], ...]:
+Streams = tuple[tuple[str, Any, str], ...]
+
+
+def _described(streams: Mapping[str, nnx.RngStream]) -> Streams:
+    """Name, key dtype and tag of each stream."""
     return tuple([(n, _compat.value_of(s.key).dtype, s.tag) for n, s in streams.items()])
 
 
