@@ -40,13 +40,24 @@ def eval_trace() -> Any:
     return core.eval_trace
 
 
-@contextlib.contextmanager
-def at_trace(trace: Any) -> Iterator[None]:
+def at_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
     """Send operations to ``trace`` (``jax._src.core.set_current_trace``, ``trace_ctx.set_axis_env``).
 
     At the executing trace there are no named axes and no manual mesh axes (as inside ``shard_map``, which
     ``jax.ensure_compile_time_eval`` does not leave): what is made there is whole.
     """
+    context = core.trace_ctx
+    executes, manual = trace is core.eval_trace, mesh_lib.get_abstract_mesh().manual_axes
+    if context.trace is trace and not (executes and (manual or context.axis_env is not core.top_axis_env)):
+        return _HERE
+    return _elsewhere(trace)
+
+
+_HERE = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _elsewhere(trace: Any) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if trace is core.eval_trace:
             if mesh_lib.get_abstract_mesh().manual_axes:
@@ -62,7 +73,7 @@ def birth_trace(node: Any) -> Any:
 
     Reads flax's ``TraceState._jax_trace`` and jax's ``OpaqueTraceState._trace_ref``, a weak reference.
     """
-    state = node._trace_state if isinstance(node, nnx.Variable) else getattr(node, STATE).trace_state
+    state = node._trace_state if issubclass(type(node), nnx.Variable) else getattr(node, STATE).trace_state
     return state.jax_trace._trace_ref()
 
 

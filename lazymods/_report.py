@@ -229,7 +229,7 @@ def report_of(model: Any, session: Session | None, drawing: Drawing | None = Non
     """
     how, kernels = ({}, 0) if drawing is None else drawing.describe()
     visited = {id(v.layer): v for v in session.visits.values()} if session is not None else {}
-    known = nnx.merge(*session.ready) if session is not None and session.ready is not None else model
+    known = model if session is None else session.finished
     rows = []
     seen: set[int] = set()
     for path, node in _ordered_nodes(model):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,12 +55,19 @@ class Visit:
 
 @dataclasses.dataclass
 class Call:
-    """A call of a module during the run: shapes and dtypes of arguments and output."""
+    """A call of a module during the run: shapes and dtypes of arguments and output.
+
+    Attributes:
+        module: The module of the copy.
+        sized: Whether it is a lazy layer that was sized in this call; its hooks and its class both ask for that.
+    """
 
     path: Path
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any = None
+    module: Any = None
+    sized: bool = False
 
 
 class CallArguments:
@@ -98,7 +106,7 @@ class Session:
         visits: The lazy layers that were reached, in the order in which they were.
         calls: The first call of each module, in order.
         output: Shapes and dtypes of the output.
-        ready: GraphDef and state (shapes and dtypes) of the model with every visited layer initialized.
+        finished: A copy of the model with every visited layer initialized, of values without a value.
     """
 
     def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -110,7 +118,7 @@ class Session:
         self.visits: dict[int, Visit] = {}
         self.calls: dict[Path, Call] = {}
         self.output: Any = None
-        self.ready: Any = None
+        self.finished: Any = None
         self._early: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._stack: list[Call] = []
         self._root: Any = None
@@ -154,7 +162,8 @@ class Session:
             self._prepare([model, *copies])
             args, kwargs = self._arguments.put_together(given, copies)
             output = self._call(model, args, kwargs)
-            self.ready = self._finish(model)
+            _finish(model)
+            self.finished = model
             return _arrays_only(output)
 
         self.output = _compat_abstract.call_abstractly(traced, self._arguments.arrays)
@@ -204,7 +213,7 @@ class Session:
     def _follow(self, node: Any, path: Path) -> None:
         def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             specs = _first_call.as_specs((args, kwargs))
-            self._stack.append(Call(path, *specs))
+            self._stack.append(Call(path, *specs, module=node))
 
         def leave(_: Any, args: tuple[Any, ...], output: Any) -> None:
             call = self._stack.pop()
@@ -214,17 +223,10 @@ class Session:
         _hooks.register_forward_pre_hook(node, enter, prepend=True, with_kwargs=True)
         _hooks.register_forward_hook(node, leave)
 
-    def _finish(self, model: Any) -> Any:
-        """Let every layer that was initialized become its class, and keep the model's shapes."""
-        for _, node in list(_graph.nodes(model)):
-            vars(node).pop(INDEX, None)
-            if HOOKS in vars(node):
-                del vars(node)[HOOKS]
-                _compat.set_class(node, _hooks.unhooked_class(type(node)))
-        for _, node in _graph.lazy_nodes(model):
-            if not _first_call.empty_slots(node):
-                _lifecycle.settle(node, None)
-        graphdef, state = nnx.split(model)
+    @functools.cached_property
+    def ready(self) -> tuple[Any, Any]:
+        """GraphDef and state (shapes and dtypes) of the model with every visited layer initialized."""
+        graphdef, state = nnx.split(self.finished)
         return graphdef, jax.tree.map(_first_call.as_specs, state)
 
     # ------------------------------------------------------------ lazy layers
@@ -236,6 +238,11 @@ class Session:
             ShapeInferenceError: If they differ, or do not follow from the arguments.
             UninitializedError: If the layer is no part of the model.
         """
+        call = self._stack[-1] if self._stack else None
+        if call is not None and call.module is layer:
+            if call.sized:
+                return
+            call.sized = True
         index = vars(layer).get(INDEX)
         birth = _compat.birth_trace(layer)
         if index is None and birth is _compat.eval_trace():
@@ -282,6 +289,18 @@ class Session:
                     "a layer of its own for each width",
                 )
             )
+
+
+def _finish(model: Any) -> None:
+    """Let every layer that was initialized become its class."""
+    for _, node in list(_graph.nodes(model)):
+        vars(node).pop(INDEX, None)
+        if HOOKS in vars(node):
+            del vars(node)[HOOKS]
+            _compat.set_class(node, _hooks.unhooked_class(type(node)))
+    for _, node in _graph.lazy_nodes(model):
+        if not _first_call.empty_slots(node):
+            _lifecycle.settle(node, None)
 
 
 def _show(values: dict[str, Any]) -> str:
