@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import itertools
 import math
 import mmap
@@ -29,8 +28,7 @@ _MOST = 1 << 32  # elements, whose index is one word
 Array = np.ndarray[Any, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A parameter: ``init(key, shape, dtype).reshape(out_shape).astype(out_dtype)``, or full of one value.
 
     ``key`` is None if the host does not know it: then nothing can be drawn.

@@ -49,8 +49,7 @@ class NotElementwiseError(Exception):
     """The initializer is no program over elements, or not known to be one."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Literal:
+class Literal(NamedTuple):
     """A scalar of the program itself, by its bytes: NaN equals NaN, and -0 is not 0."""
 
     dtype: np.dtype[Any]
@@ -69,8 +68,7 @@ class Literal:
         return np.frombuffer(self.data, self.dtype)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One operation; ``inputs`` holds literals and numbers, as :class:`Unit` counts them."""
 
     primitive: Any
@@ -106,8 +104,7 @@ class Unit:
         return self._hash
 
 
-@dataclasses.dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A program: the first unit draws, each other one takes what the one before gave.
 
     Attributes:
@@ -119,8 +116,7 @@ class Drawn:
     scalars: tuple[tuple[Any, ...], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Constant:
+class Constant(NamedTuple):
     """The same value for every element."""
 
     value: Any
@@ -338,8 +334,7 @@ def _is_float(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, np.floating)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Value:
+class _Value(NamedTuple):
     """A result within a unit: its number or literal, whether it depends on the draw, and its size; or the key."""
 
     atom: int | Literal | None
@@ -385,7 +380,7 @@ class _UnitBuilder:
         if name in UNCHANGED:
             _require(len(inputs) == 1 and (not drawn or aval.size == self.size), "another size")
             _require(name != "reshape" or params.get("dimensions") is None, "a transposition")
-            return dataclasses.replace(inputs[0], size=aval.size)
+            return inputs[0]._replace(size=aval.size)
         _require(name in ELEMENTWISE, name)
         _require(aval.size == (self.size if drawn else 1), "an operation on equal elements")
         return self._step(primitive, params, [v.atom for v in inputs], drawn, aval)

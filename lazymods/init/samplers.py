@@ -45,7 +45,7 @@ def _is_known(unit: Unit, short: bool) -> bool:
         return False
     rounding = [name for name in names if name not in _EXACT]
     one = not rounding or (len(rounding) == 1 and rounding[0] in _STEADY)
-    return one or skeleton(unit) in _samplers(unit.dtype, _x64())
+    return one or _is_of_a_sampler(unit)
 
 
 def is_product(unit: Unit) -> bool:
@@ -71,7 +71,7 @@ def never_tiny(units: Sequence[Unit], bounds: Sequence[Any], factor: Any) -> boo
     large = all(b == 0 or abs(float(b)) >= 2.0**-28 for b in bounds) and 2.0**-40 <= abs(float(factor)) <= 2.0**60
     first, *rest = units
     inverse = [len(u.steps) == 1 and u.steps[0].primitive.name == "erf_inv" for u in rest]  # normal, from jax 0.12 on
-    return large and all(inverse) and skeleton(first) in _samplers(first.dtype, _x64())
+    return large and all(inverse) and _is_of_a_sampler(first)
 
 
 @functools.lru_cache(maxsize=256)
@@ -96,19 +96,18 @@ def _x64() -> bool:
     return bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
-@functools.lru_cache(maxsize=16)
-def _samplers(dtype: np.dtype[Any], x64: bool) -> frozenset[Skeleton]:
-    """The skeletons of what JAX's samplers compile as one."""
-    found: set[Skeleton] = set()
-    if jnp.issubdtype(dtype, np.floating):
-        for sample in (_truncated, jax.random.normal, jax.random.uniform):
-            found |= _skeletons(sample, dtype)
-    return frozenset(found)
+def _is_of_a_sampler(unit: Unit) -> bool:
+    """Whether a unit does what one of JAX's samplers compiles as one; each is read when it is first asked."""
+    if not jnp.issubdtype(unit.dtype, np.floating):
+        return False
+    samplers = (_truncated, jax.random.normal, jax.random.uniform)
+    return any(skeleton(unit) in _skeletons(sample, unit.dtype, _x64()) for sample in samplers)
 
 
-def _skeletons(sample: Callable[..., Any], dtype: Any) -> set[Skeleton]:
-    made: Any = read(sample, (2,), dtype).program
-    return set() if made is None else {skeleton(unit) for unit in made.units}
+@functools.lru_cache(maxsize=64)
+def _skeletons(sample: Callable[..., Any], dtype: Any, x64: bool) -> frozenset[Skeleton]:
+    made: Any = read(sample, (1,), dtype).program  # at this shape JAX traces it for an initializer, too
+    return frozenset() if made is None else frozenset(map(skeleton, made.units))
 
 
 def _truncated(key: Any, shape: Any, dtype: Any) -> Any:
