@@ -210,7 +210,7 @@ def test_private_attributes_of_jax_and_flax_are_used_in_one_file() -> None:
         private = {a for a in attributes if a.startswith("_") and not a.startswith("__")}
         if private and not name.startswith("_compat"):
             used[name] = private
-    of_named_tuples = {"state/layouts/rule.py": {"_replace"}}
+    of_named_tuples = {name: {"_replace"} for name in ("state/layouts/rule.py", "init/program.py")}
     assert used == {"_factory.py": {"_getframe"}, "_graph.py": {"_getframe"}} | of_named_tuples  # and of sys
 
 

@@ -175,7 +175,7 @@ def test_a_graph_has_every_operation_and_inner_functions() -> None:
 def test_export_of_a_function_with_models_as_arguments() -> None:
     pytest.importorskip("flatbuffers")
     model = linear()
-    blob = lm.export(lambda m, batch: m(batch["x"]), model, {"x": X})
+    blob = lm.export(lambda m, batch: m(batch["x"]), model, {"x": X}, platforms=("cpu", "cuda"))
     back = jax.export.deserialize(bytearray(blob))
     np.testing.assert_allclose(back.call({"x": X}), model(X), rtol=1e-6)
 

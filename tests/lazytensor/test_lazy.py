@@ -46,6 +46,13 @@ def failing(x):
     return jax.pure_callback(fail, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Let JAX forget what a callback failed with: it keeps that, and raises it when any test waits for effects."""
+    yield
+    jax.block_until_ready(counted([], X))
+
+
 # ---------------------------------------------------------------- cuts
 
 
@@ -222,12 +229,13 @@ def test_a_value_that_does_not_fail_survives_one_that_does():
         good, broken = X * 3, failing(X + 1)
         np.testing.assert_array_equal(good, X * 3)  # everything fails together, so it is computed alone
         lt.mark_step()
+        jax.block_until_ready(broken)  # on a GPU nothing is known of a failure before
     np.testing.assert_array_equal(good + 1, X * 3 + 1)
     for _ in range(2):
         with pytest.raises(Exception, match="bad callback"):
             np.asarray(broken)
     with pytest.raises(Exception, match="bad callback"):
-        _ = broken + 1
+        np.asarray(broken + 1)
 
 
 def test_what_depends_on_a_failure_fails_too():
@@ -290,7 +298,8 @@ def test_is_an_array_to_those_who_ask():
         assert [hex(y[7].astype(int)), oct(y[7].astype(int)), complex(y[7])] == ["0x8", "0o10", 8]
         assert [float(v) for v in reversed(y)] == [float(v) for v in y][::-1]
         assert copy.copy(y) is y and (copy.deepcopy(y) == y).all() and (pickle.loads(pickle.dumps(y)) == y).all()
-        np.testing.assert_array_equal(np.from_dlpack(y), X * 2)
+        taking: Any = np if jax.default_backend() == "cpu" else jnp  # numpy takes no memory of a GPU
+        np.testing.assert_array_equal(taking.from_dlpack(y), X * 2)
 
 
 def test_used_by_jax_after_the_block():
