@@ -46,25 +46,24 @@ def at_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
     At the executing trace there are no named axes and no manual mesh axes (as inside ``shard_map``, which
     ``jax.ensure_compile_time_eval`` does not leave): what is made there is whole.
     """
-    context = core.trace_ctx
-    executes, manual = trace is core.eval_trace, mesh_lib.get_abstract_mesh().manual_axes
-    if context.trace is trace and not (executes and (manual or context.axis_env is not core.top_axis_env)):
-        return _HERE
-    return _elsewhere(trace)
+    if trace is not core.eval_trace:
+        return _HERE if core.trace_ctx.trace is trace else core.set_current_trace(trace)
+    manual = bool(mesh_lib.get_abstract_mesh().manual_axes)
+    here = core.trace_ctx.trace is trace and core.trace_ctx.axis_env is core.top_axis_env and not manual
+    return _HERE if here else _executing(manual)
 
 
 _HERE = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _elsewhere(trace: Any) -> Iterator[None]:
+def _executing(manual: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        if trace is core.eval_trace:
-            if mesh_lib.get_abstract_mesh().manual_axes:
-                stack.enter_context(mesh_lib.use_abstract_mesh(mesh_lib.empty_abstract_mesh))
-            stack.callback(core.trace_ctx.set_axis_env, core.trace_ctx.axis_env)
-            core.trace_ctx.set_axis_env(core.top_axis_env)
-        stack.enter_context(core.set_current_trace(trace))
+        if manual:
+            stack.enter_context(mesh_lib.use_abstract_mesh(mesh_lib.empty_abstract_mesh))
+        stack.callback(core.trace_ctx.set_axis_env, core.trace_ctx.axis_env)
+        core.trace_ctx.set_axis_env(core.top_axis_env)
+        stack.enter_context(core.set_current_trace(core.eval_trace))
         yield
 
 

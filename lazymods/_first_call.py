@@ -195,10 +195,11 @@ def as_specs(tree: Any) -> Any:
     """Replace every array of a pytree by its shape and dtype; modules and everything else stay."""
     if type(tree) is tuple:  # arguments: what a tree of JAX's own costs more than the rest of a small call
         return tuple([as_specs(x) for x in tree])
-    if isinstance(tree, (jax.Array, np.ndarray)):
-        return jax.ShapeDtypeStruct(tree.shape, tree.dtype)
-    if type(tree) is jax.ShapeDtypeStruct or (not tree and type(tree) is dict):
+    if type(tree) is jax.ShapeDtypeStruct or (type(tree) is dict and not tree):
         return tree
+    spec = _as_spec(tree)
+    if spec is not tree:
+        return spec
     return jax.tree.map(_as_spec, tree, is_leaf=lambda x: isinstance(x, (nnx.Pytree, nnx.Variable)))
 
 

@@ -89,8 +89,7 @@ class Glance:
     def __init__(self, captures: Captures, was: Captured) -> None:
         self._captures = captures
         kinds = [kind_of(v) for v in was.found]
-        fixed = all(kind is Kind.NODE for kind in kinds) and all(type(s) is _Fixed for s in captures.sources)
-        self._always = tuple(was.found) if fixed else None
+        self._always = tuple(was.roots) if was is captures.fixed else None
         self._models = [n for n, kind in enumerate(kinds) if kind is Kind.NODE]
         self._known = [_known(value, kind) for value, kind in zip(was.found, kinds, strict=True)]
         self._key = was.key if None in self._known else None
@@ -122,6 +121,10 @@ class Captures:
 
     Args:
         function: Any callable.
+
+    Attributes:
+        sources: The places where it finds something.
+        fixed: What it reaches at any time, if that is nothing but nnx objects that it holds itself; else None.
     """
 
     def __init__(self, function: Any) -> None:
@@ -130,10 +133,10 @@ class Captures:
         self._seen: set[Any] = set()
         self._alive: list[Any] = []
         self._follow(function)
-        self._fixed: Captured | None = None
+        self.fixed: Captured | None = None
         if all(type(s) is _Fixed and kind_of(s.value()) is Kind.NODE for s in self.sources):
             held = [source.value() for source in self.sources]
-            self._fixed = Captured(held, [], held, (), [], held)
+            self.fixed = Captured(held, [], held, (), [], held)
 
     def glance(self, was: Captured) -> Glance | None:
         """Return what sees whether the function reaches what was read; None if it never reaches anything."""
@@ -141,8 +144,8 @@ class Captures:
 
     def read(self) -> Captured:
         """Return what the function reaches now."""
-        if self._fixed is not None:
-            return self._fixed
+        if self.fixed is not None:
+            return self.fixed
         roots: list[Any] = []
         variables: list[Any] = []
         values: list[Any] = []
