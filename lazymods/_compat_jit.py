@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from flax import nnx
 from flax.nnx import tracers
-from jax._src import config, core, source_info_util
+from jax._src import config, core, dispatch, source_info_util
 from jax._src.array import ArrayImpl
+from jax._src.interpreters import pxla
 from jax._src.random.prng import PRNGKeyArray, random_wrap
+from jax.experimental.layout import Format
 from jax.extend.core import get_opaque_trace_state
 
 from lazymods._compat import STATE
@@ -158,3 +161,54 @@ def set_metadata_dict(variable: Any, metadata: dict[str, Any]) -> None:
 def raw_values(variables: Sequence[Any]) -> list[Any]:
     """Return the values of Variables as they are (slot ``_raw_value``)."""
     return [v._raw_value for v in variables]
+
+
+# ---------------------------------------------------------------- compiled programs
+
+
+class Executable:
+    """What ``jax.jit`` compiled, to be run without its look at each argument.
+
+    It calls what ``pxla.ExecuteReplicated.__call__`` calls: ``LoadedExecutable.execute_sharded``, then
+    ``ExecuteResults.consume_with_handlers``.
+
+    Attributes:
+        formats: Layout and sharding of each argument; both None if the program does not use it.
+        run: Takes the arguments that are used, in order, as a list of arrays of these formats, and returns the outputs.
+    """
+
+    __slots__ = ("formats", "run")
+
+    def __init__(self, formats: Sequence[Any], execute: Callable[..., Any], handlers: Sequence[Any]) -> None:
+        self.formats = formats
+        self.run = lambda arguments: execute(arguments).consume_with_handlers(handlers)
+
+    def takes(self, number: int, array: Any) -> bool:
+        """Whether an array is where and as the program wants that argument; its shape and dtype must be right."""
+        layout, sharding = self.formats[number].layout, self.formats[number].sharding
+        if sharding is None:
+            return True
+        return array.format.layout == layout and sharding.is_equivalent_to(array.sharding, array.ndim)
+
+
+def executable_of(jitted: Any, *args: Any) -> Executable | None:
+    """Return what ``jitted``, which was called with such arguments, is compiled to; None if more is done at each call.
+
+    That is so with effects, callbacks, mutable arrays, constants that are passed, and checks for NaNs (all as in
+    ``jax._src.pjit._get_fastpath_data``, by ``Compiled._executable`` and ``Compiled._params``).
+    """
+    compiled = jitted.lower(*args).compile()
+    call = compiled._executable.unsafe_call
+    if type(call) is not pxla.ExecuteReplicated or call.ordered_effects or call.has_unordered_effects:
+        return None
+    if call.has_host_callbacks or call.mut or call.pgle_profiler or compiled._params.const_args:
+        return None
+    if dispatch.needs_check_special():
+        return None
+    formats = jax.tree.leaves(compiled.input_formats, is_leaf=lambda x: isinstance(x, Format))
+    return Executable(formats, call.xla_executable.execute_sharded, call.out_handler.handlers)
+
+
+def kind_of_array(array: Any) -> tuple[Any, ...]:
+    """Return all that ``jax.jit`` looks at in an array: equal for arrays that a program takes alike."""
+    return array.aval, array._sharding, array._committed, array._pjrt_layout

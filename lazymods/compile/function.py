@@ -7,8 +7,9 @@ keeps the program in the function's cache. Every call then:
 2. asks each model's guard whether it is as it was, and for its values (``guards``);
 3. passes them to the program, and writes back what it returns as new values of Variables.
 
-A call like the last one takes the short way, :meth:`JitFunction.__call__`: nothing is hashed, no shape is looked at
-here. Whatever does not fit leads to the long way, which looks for another program or makes one.
+A call like the last one takes the short way, :meth:`JitFunction.__call__`: nothing is hashed, and no array is looked
+at that was there at the call before or came out of it (``launch``). Whatever does not fit leads to the long way, which
+looks for another program or makes one.
 """
 
 from __future__ import annotations

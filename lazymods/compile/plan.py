@@ -19,6 +19,7 @@ from lazymods.compile.arguments import Arguments, is_input
 from lazymods.compile.binding import Binding
 from lazymods.compile.branching import BranchingProgram
 from lazymods.compile.captures import Captures, Glance
+from lazymods.compile.launch import Launcher
 from lazymods.compile.program import OtherSignatureError, Program, getter
 from lazymods.compile.records import Out, Record
 from lazymods.compile.tokens import Kind, kind_of_type
@@ -34,8 +35,12 @@ class Plan:
         self.program: Any = program
         self.branches = isinstance(program, BranchingProgram)
         self._at = program.at
-        self._launch: Any = None if self.branches else self.program.launch
+        places = {target: call.inputs + number for number, target in enumerate(program.takes)}
         self._record: Any = None if self.branches else self.program.record
+        self._launch: Any = None
+        if not self.branches:
+            writes = {places[target]: out.number for target, out in self._record.writes if target in places}
+            self._launch = Launcher(self.program, call.inputs + len(places), call.inputs, writes)
         order = [*range(call.inputs), *(call.places[call.inputs + program.at[t]] for t in program.takes)]
         self.order = None if order == list(range(call.count)) else operator.itemgetter(*order, 0)
         where = {place: number for number, place in enumerate(order)}

@@ -55,6 +55,8 @@ class Program:
         takes: Which targets the leaves after the arguments are the values of, by number; those that the body adopted
             count after its own.
         donated: The leaves that are donated, by number.
+        twins: Pairs of an argument and a donated leaf, by number, which may be one array.
+        order: The order in which the leaves are passed to what is compiled.
         at: By number of a body's target: the number of that target in every call for which the program is kept.
         ran: Whether it ran, and so is compiled.
         can_be_kept: Whether it depends on nothing but its leaves and constants: no tracer of a trace around it.
@@ -68,17 +70,18 @@ class Program:
         self.can_be_kept = not any(map(_compat.is_tracer, tape.closed.consts))
         self._traced: Any = None
         self._mark: Any = None
-        self._twins: Sequence[tuple[int, int]] = ()
+        self.twins: Sequence[tuple[int, int]] = ()
+        self.order: Sequence[int] = range(inputs)
         if not donate:
             self.launch: Any = jax.jit(self._flat)
         else:
             kept = [i for i in range(inputs) if i not in set(donate)]
-            self._order = [*donate, *kept]
+            self.order = [*donate, *kept]
             self._moving, self._still = getter(donate), getter(kept)
             self._run = jax.jit(self._divided, donate_argnums=(0,))
             self.launch = self._launch_donating
             kinds = [(v.aval.shape, v.aval.dtype) for v in tape.closed.jaxpr.invars]
-            self._twins = [(a, d) for a in range(inputs - len(takes)) for d in donate if kinds[a] == kinds[d]]
+            self.twins = [(a, d) for a in range(inputs - len(takes)) for d in donate if kinds[a] == kinds[d]]
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[Record, Sequence[Any]]:
         """Run the program.
@@ -99,9 +102,15 @@ class Program:
             self._mark = _compat_jit.Watch.mark
             if len(set(map(id, leaves))) != len(leaves):
                 leaves = _unshared(leaves, self.donated)
-        elif any(leaves[argument] is leaves[donated] for argument, donated in self._twins):
+        elif any(leaves[argument] is leaves[donated] for argument, donated in self.twins):
             leaves = _unshared(leaves, self.donated)
         return self._run(self._moving(leaves), self._still(leaves))
+
+    def executable(self, leaves: Sequence[Any]) -> _compat_jit.Executable | None:
+        """Return what is compiled for these leaves, with its arguments in this order; see ``executable_of``."""
+        if not self.donated:
+            return _compat_jit.executable_of(self.launch, leaves)
+        return _compat_jit.executable_of(self._run, self._moving(leaves), self._still(leaves))
 
     def leaf_numbers(self, inputs: int) -> list[int]:
         """Return which leaves of a call the program takes, in its order; ``inputs`` of them are arguments."""
@@ -120,7 +129,7 @@ class Program:
 
     def _divided(self, moving: Sequence[Any], still: Sequence[Any]) -> list[Any]:
         leaves: list[Any] = [None] * (len(moving) + len(still))
-        for number, leaf in zip(self._order, [*moving, *still], strict=True):
+        for number, leaf in zip(self.order, [*moving, *still], strict=True):
             leaves[number] = leaf
         return self._flat(leaves)
 

@@ -1,0 +1,182 @@
+"""Starting a compiled program without asking again what is known of its arguments.
+
+``jax.jit`` looks at shape, dtype, weak type, sharding, layout and device of each argument of each call, 0.2 us for one.
+Most arguments of a model are the very arrays of the call before, or what that call returned. They are remembered here,
+weakly, and handed to the executable as they are. An array that is not known is looked at as ``jax.jit`` would; where
+too many are new, and for all that is not plain, the call is left to ``jax.jit``.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import operator
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from lazymods import _compat_jit, _compat_tracing
+from lazymods.compile.program import Program, getter
+
+_settings, _call, _is, _ref = _compat_tracing.settings, operator.call, operator.is_, weakref.ref
+_ARRAY = _compat_jit.ARRAY
+_exhaust = collections.deque(maxlen=0).extend
+_FEW = 8  # one new array in so many is looked at here; more cost jax.jit less, unless they stay
+_CHANCES = 4  # so often may arrays be of other kinds than before, such as committed to their device
+
+
+def _nothing() -> None:
+    """Stand for a reference to an array that is not there."""
+
+
+def _kind(leaf: Any) -> tuple[Any, ...]:
+    """Return all that ``jax.jit`` looks at in an array; nothing for what is none."""
+    return _compat_jit.kind_of_array(leaf) if type(leaf) is _ARRAY else ()
+
+
+class _Ready:
+    """An executable, and which arrays it may have.
+
+    Attributes:
+        settings: The settings of JAX for which it is.
+        known: By number of a leaf: a reference to an array that it may have there.
+        run: Takes the leaves that it uses, in its order, and returns the outputs.
+        arrange: Returns those of all leaves; None if they are as they should be.
+        written: The leaves in whose place an output is, of the same kind, at the next call.
+        outputs: Returns those outputs.
+    """
+
+    __slots__ = ("_kinds", "_places", "_takes", "arrange", "known", "outputs", "run", "settings", "written")
+
+    def __init__(self, executable: _compat_jit.Executable, order: Sequence[int]) -> None:
+        self.settings = _settings()
+        self.known: list[Any] = [_nothing] * len(order)
+        self.run, self._takes = executable.run, executable.takes
+        used = [leaf for leaf, format_ in zip(order, executable.formats, strict=True) if format_.sharding is not None]
+        self.arrange = None if used == list(range(len(order))) else getter(used)
+        self.written: list[int] | None = None  # not known before the first run
+        self.outputs: Any = None
+        self._kinds: list[Any] = [None] * len(order)
+        self._places = {leaf: place for place, leaf in enumerate(order)}
+
+    def takes(self, number: int, leaf: Any) -> bool:
+        """Look at a leaf as ``jax.jit`` does; if it is an array that the executable may have, know it from now on."""
+        kind = _kind(leaf)
+        if kind and self._kinds[number] is None and self._takes(self._places[number], leaf):
+            self._kinds[number] = kind
+        if self._kinds[number] != kind:
+            return False
+        self.known[number] = _ref(leaf)
+        return True
+
+    def settle(self, writes: dict[int, int], outputs: Sequence[Any]) -> None:
+        """Find which outputs it may have again, when it has run once: their kinds are the same each time."""
+        written = [leaf for leaf in sorted(writes) if self._kinds[leaf] == _kind(outputs[writes[leaf]])]
+        self.outputs = getter([writes[leaf] for leaf in written])
+        self.written = written
+
+
+class Launcher:
+    """Runs a program for the calls of one plan.
+
+    Args:
+        program: What runs.
+        leaves: How many leaves it takes.
+        inputs: How many of them, the first, are arguments of the call: new at each call, mostly.
+        writes: By number of a leaf: the output that is in its place at the next call.
+    """
+
+    __slots__ = ("_chances", "_first", "_inputs", "_program", "_ready", "_state", "_suspect", "_twins", "_writes")
+
+    def __init__(self, program: Program, leaves: int, inputs: int, writes: dict[int, int]) -> None:
+        self._program, self._twins, self._writes = program, program.twins, writes
+        self._inputs, self._state = range(inputs), range(inputs, leaves)
+        self._ready: _Ready | None = None  # replaced as a whole: other threads may be using it
+        self._chances = _CHANCES
+        self._first: int | None = None  # which leaf was one of too many that were new,
+        self._suspect: Any = _nothing  # and what is there at the next call if they stay
+
+    def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:  # noqa: C901  one frame, as in JitFunction.__call__
+        """Run the program.
+
+        Args:
+            leaves: Arrays, or whatever ``jax.jit`` takes for them.
+
+        Returns:
+            The outputs.
+
+        Raises:
+            OtherSignatureError: If the program is for other leaves or another setting of JAX.
+        """
+        ready = self._ready
+        if ready is None:
+            ready = self._learn(leaves, None)
+        elif ready.settings is not _settings():
+            ready = None
+        else:
+            known = ready.known
+            for number in self._inputs:
+                leaf = leaves[number]
+                if leaf is not known[number]() and not (type(leaf) is _ARRAY and self._takes(ready, number, leaf)):
+                    return self._program.launch(leaves)
+            if not all(map(_is, leaves, map(_call, known))):
+                ready = self._learn(leaves, ready)
+        if ready is None:
+            return self._leave(leaves)
+        if self._twins and any(leaves[argument] is leaves[donated] for argument, donated in self._twins):
+            return self._program.launch(leaves)
+        try:
+            outputs = ready.run(leaves if ready.arrange is None else ready.arrange(leaves))
+        except Exception:
+            if any(leaf.is_deleted() for leaf in leaves):
+                return self._program.launch(leaves)  # for its error, which says so
+            raise
+        if ready.written is None:
+            ready.settle(self._writes, outputs)
+        if ready.written:
+            _exhaust(map(ready.known.__setitem__, ready.written, map(_ref, ready.outputs(outputs))))
+        return outputs
+
+    def _learn(self, leaves: Sequence[Any], ready: _Ready | None) -> _Ready | None:
+        """Look at the arrays that are new; return what may have all leaves, None if there is nothing."""
+        if not self._chances or not all(type(leaves[number]) is _ARRAY for number in self._inputs):
+            return None
+        known = [_nothing] * len(leaves) if ready is None else ready.known
+        unknown = (number for number in self._state if leaves[number] is not known[number]())
+        limit = len(leaves) // _FEW
+        new = list(itertools.islice(unknown, limit + 1))
+        if len(new) > limit and not (new[-1] == self._first and leaves[new[-1]] is self._suspect()):
+            self._first = new[-1]
+            return None
+        new += unknown
+        if ready is None:
+            ready = self._make(leaves)
+            new += self._inputs
+        if self._program.donated and len(set(map(id, leaves))) != len(leaves):
+            return None
+        return ready if ready and all(self._takes(ready, number, leaves[number]) for number in new) else None
+
+    def _make(self, leaves: Sequence[Any]) -> _Ready | None:
+        executable = self._program.executable(leaves)
+        if executable is None:
+            self._chances = 0
+            return None
+        self._ready = _Ready(executable, self._program.order)
+        return self._ready
+
+    def _takes(self, ready: _Ready, number: int, leaf: Any) -> bool:
+        """Let it look at a leaf; if it may not have it, start anew: ``jax.jit`` may have another executable."""
+        if ready.takes(number, leaf):
+            return True
+        self._chances -= 1
+        self._ready = None
+        return False
+
+    def _leave(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Leave a call to ``jax.jit``, and note by what to see that the arrays of the next one are the same."""
+        outputs = self._program.launch(leaves)
+        if self._first is not None:
+            written = self._writes.get(self._first)
+            there = leaves[self._first] if written is None else outputs[written]
+            self._suspect = _ref(there) if type(there) is _ARRAY else _nothing
+        return outputs
