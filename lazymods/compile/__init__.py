@@ -2,6 +2,6 @@
 
 How a call becomes a program, file by file: ``arguments`` and ``captures`` find the arrays and models; ``guards`` tells
 whether a model is as it was; ``binding`` lists the leaves; ``trace`` runs the function on the models while they hold
-tracers, ``records`` notes what it did to them; ``program`` compiles, ``launch`` starts what is compiled; ``cache`` keeps;
-``function`` ties it together.
+tracers, ``records`` notes what it did to them; ``program`` compiles and ``launch`` starts what is compiled; ``cache``
+keeps; ``function`` ties it together.
 """

@@ -134,7 +134,9 @@ class Binding:
 
 def kind_of_input(value: Any) -> Hashable:
     """Return the shape and dtype of an input, for arrays cheaper than ``jax.typeof``."""
-    return value.aval if type(value) is _compat_jit.ARRAY else (type(value), np.shape(value), np.result_type(value))
+    if type(value) is _compat_jit.ARRAY:
+        return value.aval
+    return (type(value), np.shape(value), value.dtype if isinstance(value, np.ndarray) else np.result_type(value))
 
 
 def _mark(target: Any) -> Any:

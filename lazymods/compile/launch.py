@@ -15,11 +15,15 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from lazymods import _compat_jit, _compat_tracing
-from lazymods.compile.program import Program, getter
+from lazymods.compile.program import OtherSignatureError, Program, getter
 
 _settings, _call, _is, _ref = _compat_tracing.settings, operator.call, operator.is_, weakref.ref
 _ARRAY = _compat_jit.ARRAY
+_ARRAYS = (_ARRAY, np.ndarray)
 _exhaust = collections.deque(maxlen=0).extend
 _FEW = 8  # one new array in so many is looked at here; more cost jax.jit less, unless they stay
 _CHANCES = 4  # so often may arrays be of other kinds than before, such as committed to their device
@@ -69,6 +73,17 @@ class _Ready:
         self.known[number] = _ref(leaf)
         return True
 
+    def put(self, number: int, leaf: np.ndarray[Any, Any]) -> Any:
+        """Return a numpy array as an array that the executable may have; None if ``jax.jit`` has to see to it."""
+        if not self._kinds[number]:
+            return None
+        aval, sharding, committed, _ = self._kinds[number]
+        if committed or aval.weak_type or leaf.dtype != aval.dtype or leaf.shape != aval.shape:
+            return None
+        array = _compat_jit.put(aval, sharding, leaf)
+        self.known[number] = _ref(array)
+        return array
+
     def settle(self, writes: dict[int, int], outputs: Sequence[Any]) -> None:
         """Find which outputs it may have again, when it has run once: their kinds are the same each time."""
         written = [leaf for leaf in sorted(writes) if self._kinds[leaf] == _kind(outputs[writes[leaf]])]
@@ -96,11 +111,11 @@ class Launcher:
         self._first: int | None = None  # which leaf was one of too many that were new,
         self._suspect: Any = _nothing  # and what is there at the next call if they stay
 
-    def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:  # noqa: C901  one frame, as in JitFunction.__call__
+    def __call__(self, leaves: list[Any]) -> Sequence[Any]:  # noqa: C901  one frame, as in JitFunction.__call__
         """Run the program.
 
         Args:
-            leaves: Arrays, or whatever ``jax.jit`` takes for them.
+            leaves: Arrays, or whatever ``jax.jit`` takes for them; may be changed.
 
         Returns:
             The outputs.
@@ -117,8 +132,12 @@ class Launcher:
             known = ready.known
             for number in self._inputs:
                 leaf = leaves[number]
-                if leaf is not known[number]() and not (type(leaf) is _ARRAY and self._takes(ready, number, leaf)):
-                    return self._program.launch(leaves)
+                if leaf is known[number]():
+                    continue
+                if type(leaf) is np.ndarray and (put := ready.put(number, leaf)) is not None:
+                    leaves[number] = put
+                elif type(leaf) is not _ARRAY or not self._takes(ready, number, leaf):
+                    return self._leave(leaves)
             if not all(map(_is, leaves, map(_call, known))):
                 ready = self._learn(leaves, ready)
         if ready is None:
@@ -137,9 +156,9 @@ class Launcher:
             _exhaust(map(ready.known.__setitem__, ready.written, map(_ref, ready.outputs(outputs))))
         return outputs
 
-    def _learn(self, leaves: Sequence[Any], ready: _Ready | None) -> _Ready | None:
+    def _learn(self, leaves: list[Any], ready: _Ready | None) -> _Ready | None:
         """Look at the arrays that are new; return what may have all leaves, None if there is nothing."""
-        if not self._chances or not all(type(leaves[number]) is _ARRAY for number in self._inputs):
+        if not self._chances or not all(type(leaves[number]) in _ARRAYS for number in self._inputs):
             return None
         known = [_nothing] * len(leaves) if ready is None else ready.known
         unknown = (number for number in self._state if leaves[number] is not known[number]())
@@ -150,6 +169,8 @@ class Launcher:
             return None
         new += unknown
         if ready is None:
+            inputs = leaves[: len(self._inputs)]
+            leaves[: len(inputs)] = [jax.device_put(leaf) if type(leaf) is np.ndarray else leaf for leaf in inputs]
             ready = self._make(leaves)
             new += self._inputs
         if self._program.donated and len(set(map(id, leaves))) != len(leaves):
@@ -174,6 +195,9 @@ class Launcher:
 
     def _leave(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Leave a call to ``jax.jit``, and note by what to see that the arrays of the next one are the same."""
+        for leaf in leaves[: len(self._inputs)]:
+            if type(leaf) is np.ndarray and not leaf.dtype.isnative:  # jax.jit would read it in the other byte order
+                raise OtherSignatureError
         outputs = self._program.launch(leaves)
         if self._first is not None:
             written = self._writes.get(self._first)

@@ -73,6 +73,31 @@ def test_known_arrays_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -
         call(np.asarray(X))
 
 
+def test_arrays_of_numpy_are_put_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = linear()
+    given = np.arange(16, dtype=np.float32).reshape(4, 4)
+    call = ready(model, given)
+    launch = launcher(call)._program.launch
+    forbid(call, monkeypatch)
+    for x in (given, given * 2, given.T, given[::-1], np.asfortranarray(given)):
+        check(call, model, x)
+    monkeypatch.setattr(launcher(call)._program, "launch", launch)
+    others = [given.astype(np.float64), given.astype(np.int32), given[:2], jnp.asarray(given)]
+    for x in (*others, *others[::-1], given, given):
+        check(call, model, x)
+    with jax.enable_x64(True):
+        assert call(given.astype(np.float64)).dtype == jnp.float64
+
+
+@pytest.mark.parametrize("calls", range(5))
+def test_another_byte_order_is_refused_at_every_call(calls: int) -> None:
+    """``jax.jit`` refuses it at its first call only, and later reads the bytes in the wrong order."""
+    call = ready(linear(), np.asarray(X), calls=calls)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="not a valid JAX array type"):
+            call(np.asarray(X).astype(">f4"))
+
+
 @pytest.mark.parametrize("donate", [False, True])
 def test_what_a_step_wrote_is_known(donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def step(model: nnx.Module, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
@@ -401,6 +426,17 @@ call = ready(model, x)
 with jax.default_device(devices[2]):
     assert call(x).devices() == {devices[2]}
 assert call(x).devices() == {devices[0]}
+call = ready(model, np.asarray(x))
+with jax.default_device(devices[2]):
+    assert call(np.asarray(x)).devices() == {devices[2]}
+for sharding in (devices[1], NamedSharding(Mesh(np.array(devices), ("a",)), PartitionSpec("a"))):
+    moved = linear()
+    nnx.update(moved, jax.device_put(nnx.state(moved), sharding))
+    call = lm.jit(moved)
+    for _ in range(6):
+        np.testing.assert_allclose(call(np.asarray(x)), want, rtol=1e-6)
+
+call = ready(model, x)
 there = jax.device_put(x, devices[3])
 for value, device, committed in [(there, 3, True)] * 4 + [(x, 0, False)] * 2:
     out = call(value)
