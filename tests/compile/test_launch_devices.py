@@ -1,4 +1,4 @@
-"""Calls whose arrays are known, on several devices and in other layouts, where jax.jit moves what is not in its place."""
+"""Calls whose arrays are known, on several devices and in other layouts: jax.jit moves what is not in its place."""
 
 import os
 import subprocess
