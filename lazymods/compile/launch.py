@@ -44,17 +44,32 @@ class _Ready:
     Attributes:
         settings: The settings of JAX for which it is.
         known: By number of a leaf: a reference to an array that it may have there.
+        gone: References to arrays of the state that have died since all were known. What is there now may be None,
+            which is what such a reference returns.
         run: Takes the leaves that it uses, in its order, and returns the outputs.
         arrange: Returns those of all leaves; None if they are as they should be.
         written: The leaves in whose place an output is, of the same kind, at the next call.
         outputs: Returns those outputs.
     """
 
-    __slots__ = ("_kinds", "_places", "_takes", "arrange", "known", "outputs", "run", "settings", "written")
+    __slots__ = (
+        "_inputs",
+        "_kinds",
+        "_places",
+        "_takes",
+        "arrange",
+        "gone",
+        "known",
+        "outputs",
+        "run",
+        "settings",
+        "written",
+    )
 
-    def __init__(self, executable: _compat_jit.Executable, order: Sequence[int]) -> None:
+    def __init__(self, executable: _compat_jit.Executable, order: Sequence[int], inputs: int) -> None:
         self.settings = _settings()
         self.known: list[Any] = [_nothing] * len(order)
+        self.gone: list[Any] = []
         self.run, self._takes = executable.run, executable.takes
         used = [leaf for leaf, format_ in zip(order, executable.formats, strict=True) if format_.sharding is not None]
         self.arrange = None if used == list(range(len(order))) else getter(used)
@@ -62,6 +77,7 @@ class _Ready:
         self.outputs: Any = None
         self._kinds: list[Any] = [None] * len(order)
         self._places = {leaf: place for place, leaf in enumerate(order)}
+        self._inputs = inputs
 
     def takes(self, number: int, leaf: Any) -> bool:
         """Look at a leaf as ``jax.jit`` does; if it is an array that the executable may have, know it from now on."""
@@ -70,7 +86,7 @@ class _Ready:
             self._kinds[number] = kind
         if self._kinds[number] != kind:
             return False
-        self.known[number] = _ref(leaf)
+        self.known[number] = _ref(leaf) if number < self._inputs else _ref(leaf, self.gone.append)
         return True
 
     def put(self, number: int, leaf: np.ndarray[Any, Any]) -> Any:
@@ -138,7 +154,7 @@ class Launcher:
                     leaves[number] = put
                 elif type(leaf) is not _ARRAY or not self._takes(ready, number, leaf):
                     return self._leave(leaves)
-            if not all(map(_is, leaves, map(_call, known))):
+            if ready.gone or not all(map(_is, leaves, map(_call, known))):
                 ready = self._learn(leaves, ready)
         if ready is None:
             return self._leave(leaves)
@@ -153,7 +169,8 @@ class Launcher:
         if ready.written is None:
             ready.settle(self._writes, outputs)
         if ready.written:
-            _exhaust(map(ready.known.__setitem__, ready.written, map(_ref, ready.outputs(outputs))))
+            refs = map(_ref, ready.outputs(outputs), itertools.repeat(ready.gone.append))
+            _exhaust(map(ready.known.__setitem__, ready.written, refs))
         return outputs
 
     def _learn(self, leaves: list[Any], ready: _Ready | None) -> _Ready | None:
@@ -161,7 +178,7 @@ class Launcher:
         if not self._chances or not all(type(leaves[number]) in _ARRAYS for number in self._inputs):
             return None
         known = [_nothing] * len(leaves) if ready is None else ready.known
-        unknown = (number for number in self._state if leaves[number] is not known[number]())
+        unknown = (n for n in self._state if leaves[n] is None or leaves[n] is not known[n]())
         limit = len(leaves) // _FEW
         new = list(itertools.islice(unknown, limit + 1))
         if len(new) > limit and not (new[-1] == self._first and leaves[new[-1]] is self._suspect()):
@@ -169,20 +186,26 @@ class Launcher:
             return None
         new += unknown
         if ready is None:
-            inputs = leaves[: len(self._inputs)]
-            leaves[: len(inputs)] = [jax.device_put(leaf) if type(leaf) is np.ndarray else leaf for leaf in inputs]
             ready = self._make(leaves)
             new += self._inputs
-        if self._program.donated and len(set(map(id, leaves))) != len(leaves):
+        if ready is None or (self._program.donated and len(set(map(id, leaves))) != len(leaves)):
             return None
-        return ready if ready and all(self._takes(ready, number, leaves[number]) for number in new) else None
+        if not all(self._takes(ready, number, leaves[number]) for number in new):
+            return None
+        ready.gone.clear()
+        return ready
 
-    def _make(self, leaves: Sequence[Any]) -> _Ready | None:
+    def _make(self, leaves: list[Any]) -> _Ready | None:
+        inputs = leaves[: len(self._inputs)]
+        leaves[: len(inputs)] = [jax.device_put(leaf) if type(leaf) is np.ndarray else leaf for leaf in inputs]
+        if not all(type(leaf) is _ARRAY for leaf in leaves):
+            self._chances -= 1
+            return None
         executable = self._program.executable(leaves)
         if executable is None:
             self._chances = 0
             return None
-        self._ready = _Ready(executable, self._program.order)
+        self._ready = _Ready(executable, self._program.order, len(inputs))
         return self._ready
 
     def _takes(self, ready: _Ready, number: int, leaf: Any) -> bool:

@@ -302,6 +302,46 @@ def test_constants_and_values_without_use() -> None:
         check(call, model, X)
 
 
+@pytest.mark.parametrize(
+    "value",
+    [None, {}, (), {"a": jnp.ones(2), "b": jnp.ones(3)}, [jnp.ones(2)], 3.0, np.ones(3), np.float32(2)],
+    ids=repr,
+)
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_variable_may_hold_anything(value: Any, is_used: bool) -> None:
+    class Holder(nnx.Module):
+        def __init__(self, value: Any) -> None:
+            self.weight, self.held = nnx.Param(jnp.ones(3)), nnx.Variable(value)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            held = self.held.get_raw_value()
+            out = x * self.weight + (1 if held is None else 2)
+            return out + sum(jnp.sum(leaf) for leaf in jax.tree.leaves(held)) if is_used else out
+
+    x = jnp.ones(3)
+    model = Holder(value)
+    check(ready(model, x, calls=5), model, x)
+    model = Holder(jnp.ones(4))
+    call = ready(model, x)
+    for _ in range(2):
+        for held in (value, jnp.ones(4), value):
+            object.__setattr__(model.held, "_raw_value", held)  # as flax does in nnx.update
+            for _ in range(3):
+                check(call, model, x)
+
+
+def test_an_argument_may_be_none() -> None:
+    model = linear()
+    run = lm.jit(lambda model, x, y, z: model(x) + (0 if y is None else y) + (0 if z["y"] is None else z["y"]))
+    want = model(X)
+    for y, z in [(None, None), (1.0, None), (X, X), (None, X), (X, None), (None, None)] * 3:
+        added = sum(v for v in (y, z) if v is not None)
+        np.testing.assert_allclose(run(model, X * 1, y, {"y": z}), want + added, rtol=1e-6)
+    for _ in range(3):
+        for y in (jnp.zeros((4, 4)), None):
+            np.testing.assert_allclose(run(model, X * 1, y, {"y": y}), want, rtol=1e-6)
+
+
 def test_arrays_are_not_kept_alive() -> None:
     model = linear()
     call = ready(model, X, calls=5)
