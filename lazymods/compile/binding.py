@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from lazymods import _compat_jit
@@ -105,6 +106,8 @@ class Binding:
         for number, leaf in enumerate(self.leaves):
             if type(leaf) is _compat_jit.KEY:
                 self.leaves[number], self.impls[number] = _compat_jit.key_parts(leaf)
+            elif type(leaf) is np.ndarray and not leaf.dtype.isnative:
+                jax.typeof(leaf)  # raises: jax.jit itself refuses another byte order only while nothing is compiled
         roots: dict[int, int] = {}
         same_roots = tuple(roots.setdefault(id(r), i) for i, r in enumerate(self.roots))
         return (tuple(shared), same_roots, self._shared_nodes(), frozenset(self.impls.items()))
@@ -134,9 +137,7 @@ class Binding:
 
 def kind_of_input(value: Any) -> Hashable:
     """Return the shape and dtype of an input, for arrays cheaper than ``jax.typeof``."""
-    if type(value) is _compat_jit.ARRAY:
-        return value.aval
-    return (type(value), np.shape(value), value.dtype if isinstance(value, np.ndarray) else np.result_type(value))
+    return value.aval if type(value) is _compat_jit.ARRAY else (type(value), np.shape(value), np.result_type(value))
 
 
 def _mark(target: Any) -> Any:

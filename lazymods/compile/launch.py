@@ -23,7 +23,6 @@ from lazymods.compile.program import OtherSignatureError, Program, getter
 
 _settings, _call, _is, _ref = _compat_tracing.settings, operator.call, operator.is_, weakref.ref
 _ARRAY = _compat_jit.ARRAY
-_ARRAYS = (_ARRAY, np.ndarray)
 _exhaust = collections.deque(maxlen=0).extend
 _FEW = 8  # one new array in so many is looked at here; more cost jax.jit less, unless they stay
 _CHANCES = 4  # so often may arrays be of other kinds than before, such as committed to their device
@@ -36,6 +35,11 @@ def _nothing() -> None:
 def _kind(leaf: Any) -> tuple[Any, ...]:
     """Return all that ``jax.jit`` looks at in an array; nothing for what is none."""
     return _compat_jit.kind_of_array(leaf) if type(leaf) is _ARRAY else ()
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array, of jax or of numpy, that ``jax.jit`` takes."""
+    return type(leaf) is _ARRAY or (type(leaf) is np.ndarray and leaf.dtype.isnative)
 
 
 class _Ready:
@@ -53,10 +57,10 @@ class _Ready:
     """
 
     __slots__ = (
+        "_executable",
         "_inputs",
         "_kinds",
         "_places",
-        "_takes",
         "arrange",
         "gone",
         "known",
@@ -70,7 +74,7 @@ class _Ready:
         self.settings = _settings()
         self.known: list[Any] = [_nothing] * len(order)
         self.gone: list[Any] = []
-        self.run, self._takes = executable.run, executable.takes
+        self.run, self._executable = executable.run, executable
         used = [leaf for leaf, format_ in zip(order, executable.formats, strict=True) if format_.sharding is not None]
         self.arrange = None if used == list(range(len(order))) else getter(used)
         self.written: list[int] | None = None  # not known before the first run
@@ -82,7 +86,7 @@ class _Ready:
     def takes(self, number: int, leaf: Any) -> bool:
         """Look at a leaf as ``jax.jit`` does; if it is an array that the executable may have, know it from now on."""
         kind = _kind(leaf)
-        if kind and self._kinds[number] is None and self._takes(self._places[number], leaf):
+        if kind and self._kinds[number] is None and self._executable.takes(self._places[number], leaf):
             self._kinds[number] = kind
         if self._kinds[number] != kind:
             return False
@@ -91,12 +95,15 @@ class _Ready:
 
     def put(self, number: int, leaf: np.ndarray[Any, Any]) -> Any:
         """Return a numpy array as an array that the executable may have; None if ``jax.jit`` has to see to it."""
-        if not self._kinds[number]:
+        known = self._kinds[number]
+        sharding = known[1] if known else self._executable.formats[self._places[number]].sharding
+        aval = known[0] if known else jax.typeof(leaf)
+        if (known and known[2]) or type(sharding) is not jax.sharding.SingleDeviceSharding:  # committed, or spread
             return None
-        aval, sharding, committed, _ = self._kinds[number]
-        if committed or aval.weak_type or leaf.dtype != aval.dtype or leaf.shape != aval.shape:
+        if aval.weak_type or leaf.dtype != aval.dtype or leaf.shape != aval.shape:
             return None
         array = _compat_jit.put(aval, sharding, leaf)
+        self._kinds[number] = known or _kind(array)
         self.known[number] = _ref(array)
         return array
 
@@ -147,12 +154,7 @@ class Launcher:
         else:
             known = ready.known
             for number in self._inputs:
-                leaf = leaves[number]
-                if leaf is known[number]():
-                    continue
-                if type(leaf) is np.ndarray and (put := ready.put(number, leaf)) is not None:
-                    leaves[number] = put
-                elif type(leaf) is not _ARRAY or not self._takes(ready, number, leaf):
+                if leaves[number] is not known[number]() and not self._accepts(ready, leaves, number):
                     return self._leave(leaves)
             if ready.gone or not all(map(_is, leaves, map(_call, known))):
                 ready = self._learn(leaves, ready)
@@ -175,7 +177,7 @@ class Launcher:
 
     def _learn(self, leaves: list[Any], ready: _Ready | None) -> _Ready | None:
         """Look at the arrays that are new; return what may have all leaves, None if there is nothing."""
-        if not self._chances or not all(type(leaves[number]) in _ARRAYS for number in self._inputs):
+        if not self._chances or not all(_is_array(leaves[number]) for number in self._inputs):
             return None
         known = [_nothing] * len(leaves) if ready is None else ready.known
         unknown = (n for n in self._state if leaves[n] is None or leaves[n] is not known[n]())
@@ -187,7 +189,6 @@ class Launcher:
         new += unknown
         if ready is None:
             ready = self._make(leaves)
-            new += self._inputs
         if ready is None or (self._program.donated and len(set(map(id, leaves))) != len(leaves)):
             return None
         if not all(self._takes(ready, number, leaves[number]) for number in new):
@@ -196,17 +197,24 @@ class Launcher:
         return ready
 
     def _make(self, leaves: list[Any]) -> _Ready | None:
-        inputs = leaves[: len(self._inputs)]
-        leaves[: len(inputs)] = [jax.device_put(leaf) if type(leaf) is np.ndarray else leaf for leaf in inputs]
-        if not all(type(leaf) is _ARRAY for leaf in leaves):
+        """Get the executable; return what is ready if it may have the inputs of this call."""
+        if not all(map(_is_array, leaves)):
             self._chances -= 1
             return None
         executable = self._program.executable(leaves)
         if executable is None:
             self._chances = 0
             return None
-        self._ready = _Ready(executable, self._program.order, len(inputs))
-        return self._ready
+        ready = self._ready = _Ready(executable, self._program.order, len(self._inputs))
+        return ready if all(self._accepts(ready, leaves, number) for number in self._inputs) else None
+
+    def _accepts(self, ready: _Ready, leaves: list[Any], number: int) -> bool:
+        """Look at an input; put it on the device, in its place among the leaves, if it is an array of numpy."""
+        leaf = leaves[number]
+        if type(leaf) is np.ndarray and (put := ready.put(number, leaf)) is not None:
+            leaves[number] = put
+            return True
+        return type(leaf) is _ARRAY and self._takes(ready, number, leaf)
 
     def _takes(self, ready: _Ready, number: int, leaf: Any) -> bool:
         """Let it look at a leaf; if it may not have it, start anew: ``jax.jit`` may have another executable."""
@@ -218,9 +226,8 @@ class Launcher:
 
     def _leave(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Leave a call to ``jax.jit``, and note by what to see that the arrays of the next one are the same."""
-        for leaf in leaves[: len(self._inputs)]:
-            if type(leaf) is np.ndarray and not leaf.dtype.isnative:  # jax.jit would read it in the other byte order
-                raise OtherSignatureError
+        if any(type(leaf) is np.ndarray and not leaf.dtype.isnative for leaf in leaves):
+            raise OtherSignatureError  # jax.jit would read it in the other byte order
         outputs = self._program.launch(leaves)
         if self._first is not None:
             written = self._writes.get(self._first)

@@ -87,12 +87,28 @@ def test_arrays_of_numpy_are_put_on_the_device(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("calls", range(5))
+def test_the_transfer_guard_is_asked_at_every_call(calls: int) -> None:
+    given = np.asarray(X)
+    call = ready(linear(), given, calls=calls)
+    for _ in range(2):
+        with jax.transfer_guard("disallow"), pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
+            call(given)
+
+
+@pytest.mark.parametrize("calls", range(5))
 def test_another_byte_order_is_refused_at_every_call(calls: int) -> None:
     """``jax.jit`` refuses it at its first call only, and later reads the bytes in the wrong order."""
-    call = ready(linear(), np.asarray(X), calls=calls)
+    model, swapped = linear(), np.asarray(X).astype(">f4")
+    call = ready(model, np.asarray(X), calls=calls)
     for _ in range(2):
         with pytest.raises(TypeError, match="not a valid JAX array type"):
-            call(np.asarray(X).astype(">f4"))
+            call(swapped)
+    for _ in range(calls):
+        call(X)
+    model.kernel.set_value(swapped)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="not a valid JAX array type"):
+            call(X)
 
 
 @pytest.mark.parametrize("donate", [False, True])
