@@ -111,11 +111,12 @@ def check(name: str, x: jax.Array) -> None:
         np.testing.assert_array_equal(got, want)
 
 
-def main(models: list[str], rounds: int, calls: int) -> None:
+def main(models: list[str], rounds: int, calls: int, numpy: bool) -> None:
     """Print a line for each model and mode."""
     print(f"{'':14}{'flat us':>9}{'lm.jit':>9}{'nnx.jit':>9}{'lm/flat':>9}{'lm/nnx':>9}{'guard us':>10}")
     for name in models:
-        x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 8)), jnp.float32)
+        batch = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
+        x: Any = batch if numpy else jnp.asarray(batch)
         check(name, x)
         for training in (False, True):
             rows = {"flat": flat(name, training, x), "lm": compiled(lm.jit, name, training, x)}
@@ -153,5 +154,6 @@ if __name__ == "__main__":
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--calls", type=int, default=100)
+    parser.add_argument("--numpy", action="store_true", help="pass an array of numpy")
     options = parser.parse_args()
-    main(options.models, options.rounds, options.calls)
+    main(options.models, options.rounds, options.calls, options.numpy)
