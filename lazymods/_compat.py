@@ -81,11 +81,19 @@ def home_trace(node: Any) -> Any:
     return birth_trace(node) or current_trace()
 
 
+def put(aval: Any, sharding: Any, array: np.ndarray[Any, Any]) -> jax.Array:
+    """Return an array of numpy, of type ``aval``, on the one device of a sharding, uncommitted, as ``jax.jit`` does.
+
+    Calls ``jax._src.interpreters.pxla.batched_device_put``.
+    """
+    return pxla.batched_device_put(aval, sharding, [array], sharding._device_assignment, committed=False)
+
+
 def device_put(arrays: Sequence[np.ndarray[Any, Any]], device: Any) -> list[jax.Array]:
     """Return ``jax.device_put(array)`` of each, uncommitted, for a fifth of the price of the public function.
 
-    Calls ``jax._src.interpreters.pxla.batched_device_put`` when operations are executed; in a trace, the public
-    function. The dtypes must be ones that JAX has arrays of.
+    Calls :func:`put` when operations are executed; in a trace, the public function. The dtypes must be ones that JAX
+    has arrays of.
     """
     if core.trace_ctx.trace is not core.eval_trace:
         return jax.device_put(list(arrays))
@@ -96,7 +104,7 @@ def device_put(arrays: Sequence[np.ndarray[Any, Any]], device: Any) -> list[jax.
         kind = (array.shape, array.dtype)
         if kind not in avals:
             avals[kind] = core.ShapedArray(array.shape, array.dtype)
-        out.append(pxla.batched_device_put(avals[kind], sharding, [array], [device], committed=False))
+        out.append(put(avals[kind], sharding, array))
     return out
 
 
@@ -120,14 +128,14 @@ def counted(count: Any, draws: int) -> Any:
     """Return ``count + draws`` for the counter of a random stream, made on the host where that is the same.
 
     A fresh process would compile the addition, for longer than a hundred layers take. It is the same for an array
-    that is bound to no device, if programs run where it is (``jax._src.interpreters.pxla.batched_device_put``).
+    that is bound to no device, if programs run where it is.
     """
     array = isinstance(count, jax.Array) and not isinstance(count, core.Tracer)
     device = plain_device()
     if array and device and not count.committed and count.dtype == np.uint32 and not (count.shape or count.weak_type):
         if count.devices() == {device}:
             value = np.array((int(np.asarray(count)) + draws) % 2**32, np.uint32)
-            return pxla.batched_device_put(count.aval, count.sharding, [value], [device], False)  # type: ignore[arg-type]
+            return put(count.aval, count.sharding, value)
     return count + np.uint32(draws)
 
 

@@ -14,7 +14,6 @@ from flax.nnx import tracers
 from jax._src import config, core, dispatch, source_info_util
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import pxla
-from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.random.prng import PRNGKeyArray, random_wrap
 from jax.experimental.layout import Format
 from jax.extend.core import get_opaque_trace_state
@@ -208,15 +207,6 @@ def executable_of(jitted: Any, *args: Any) -> Executable | None:
         return None
     formats = jax.tree.leaves(compiled.input_formats, is_leaf=lambda x: isinstance(x, Format))
     return Executable(formats, call.xla_executable.execute_sharded, call.out_handler.handlers)
-
-
-def put(aval: Any, sharding: Any, array: Any) -> Any:
-    """Return a numpy array on the device of a sharding, as ``jax.jit`` puts it there.
-
-    Calls ``xla_client.batched_device_put``. The type must be ``aval``, and the sharding that of an array that is not
-    committed.
-    """
-    return xla_client.batched_device_put(aval, sharding, [array], sharding._device_assignment, committed=False)
 
 
 def kind_of_array(array: Any) -> tuple[Any, ...]:

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymods import _compat_jit, _compat_tracing
-from lazymods.compile.program import OtherSignatureError, Program, getter
+from lazymods import _compat, _compat_jit, _compat_tracing
+from lazymods.compile.program import OtherSignatureError, Program, getter, has_repeats
 
 _settings, _call, _is, _ref = _compat_tracing.settings, operator.call, operator.is_, weakref.ref
 _ARRAY = _compat_jit.ARRAY
@@ -102,7 +102,7 @@ class _Ready:
             return None
         if aval.weak_type or leaf.dtype != aval.dtype or leaf.shape != aval.shape:
             return None
-        array = _compat_jit.put(aval, sharding, leaf)
+        array = _compat.put(aval, sharding, leaf)
         self._kinds[number] = known or _kind(array)
         self.known[number] = _ref(array)
         return array
@@ -124,10 +124,10 @@ class Launcher:
         writes: By number of a leaf: the output that is in its place at the next call.
     """
 
-    __slots__ = ("_chances", "_first", "_inputs", "_program", "_ready", "_state", "_suspect", "_twins", "_writes")
+    __slots__ = ("_chances", "_donates", "_first", "_inputs", "_program", "_ready", "_state", "_suspect", "_writes")
 
     def __init__(self, program: Program, leaves: int, inputs: int, writes: dict[int, int]) -> None:
-        self._program, self._twins, self._writes = program, program.twins, writes
+        self._program, self._donates, self._writes = program, bool(program.donated), writes
         self._inputs, self._state = range(inputs), range(inputs, leaves)
         self._ready: _Ready | None = None  # replaced as a whole: other threads may be using it
         self._chances = _CHANCES
@@ -160,7 +160,7 @@ class Launcher:
                 ready = self._learn(leaves, ready)
         if ready is None:
             return self._leave(leaves)
-        if self._twins and any(leaves[argument] is leaves[donated] for argument, donated in self._twins):
+        if self._donates and self._program.donates_input(leaves):
             return self._program.launch(leaves)
         try:
             outputs = ready.run(leaves if ready.arrange is None else ready.arrange(leaves))
@@ -189,7 +189,7 @@ class Launcher:
         new += unknown
         if ready is None:
             ready = self._make(leaves)
-        if ready is None or (self._program.donated and len(set(map(id, leaves))) != len(leaves)):
+        if ready is None or (self._donates and has_repeats(leaves)):
             return None
         if not all(self._takes(ready, number, leaves[number]) for number in new):
             return None
@@ -198,7 +198,7 @@ class Launcher:
 
     def _make(self, leaves: list[Any]) -> _Ready | None:
         """Get the executable; return what is ready if it may have the inputs of this call."""
-        if not all(map(_is_array, leaves)):
+        if not all(type(leaves[number]) is _ARRAY for number in self._state):
             self._chances -= 1
             return None
         executable = self._program.executable(leaves)

@@ -35,12 +35,13 @@ class Plan:
         self.program: Any = program
         self.branches = isinstance(program, BranchingProgram)
         self._at = program.at
-        places = {target: call.inputs + number for number, target in enumerate(program.takes)}
-        self._record: Any = None if self.branches else self.program.record
+        self._record: Any = None
         self._launch: Any = None
         if not self.branches:
-            writes = {places[target]: out.number for target, out in self._record.writes if target in places}
-            self._launch = Launcher(self.program, call.inputs + len(places), call.inputs, writes)
+            self._record = self.program.record
+            leaf_of = {target: leaf for leaf, target in enumerate(program.takes, call.inputs)}
+            writes = {leaf_of[target]: out.number for target, out in self._record.writes if target in leaf_of}
+            self._launch = Launcher(self.program, call.inputs + len(leaf_of), call.inputs, writes)
         order = [*range(call.inputs), *(call.places[call.inputs + program.at[t]] for t in program.takes)]
         self.order = None if order == list(range(call.count)) else operator.itemgetter(*order, 0)
         where = {place: number for number, place in enumerate(order)}

@@ -55,7 +55,6 @@ class Program:
         takes: Which targets the leaves after the arguments are the values of, by number; those that the body adopted
             count after its own.
         donated: The leaves that are donated, by number.
-        twins: Pairs of an argument and a donated leaf, by number, which may be one array.
         order: The order in which the leaves are passed to what is compiled.
         at: By number of a body's target: the number of that target in every call for which the program is kept.
         ran: Whether it ran, and so is compiled.
@@ -70,7 +69,7 @@ class Program:
         self.can_be_kept = not any(map(_compat.is_tracer, tape.closed.consts))
         self._traced: Any = None
         self._mark: Any = None
-        self.twins: Sequence[tuple[int, int]] = ()
+        self._twins: Sequence[tuple[int, int]] = ()
         self.order: Sequence[int] = range(inputs)
         if not donate:
             self.launch: Any = jax.jit(self._flat)
@@ -81,7 +80,7 @@ class Program:
             self._run = jax.jit(self._divided, donate_argnums=(0,))
             self.launch = self._launch_donating
             kinds = [(v.aval.shape, v.aval.dtype) for v in tape.closed.jaxpr.invars]
-            self.twins = [(a, d) for a in range(inputs - len(takes)) for d in donate if kinds[a] == kinds[d]]
+            self._twins = [(a, d) for a in range(inputs - len(takes)) for d in donate if kinds[a] == kinds[d]]
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[Record, Sequence[Any]]:
         """Run the program.
@@ -100,11 +99,15 @@ class Program:
     def _launch_donating(self, leaves: Sequence[Any]) -> Sequence[Any]:
         if self._mark is not _compat_jit.Watch.mark:  # else the leaves to donate are what a program returned
             self._mark = _compat_jit.Watch.mark
-            if len(set(map(id, leaves))) != len(leaves):
+            if has_repeats(leaves):
                 leaves = _unshared(leaves, self.donated)
-        elif any(leaves[argument] is leaves[donated] for argument, donated in self.twins):
+        elif self.donates_input(leaves):
             leaves = _unshared(leaves, self.donated)
         return self._run(self._moving(leaves), self._still(leaves))
+
+    def donates_input(self, leaves: Sequence[Any]) -> bool:
+        """Whether an array that is donated is an argument of the call as well."""
+        return any(leaves[argument] is leaves[donated] for argument, donated in self._twins)
 
     def executable(self, leaves: Sequence[Any]) -> _compat_jit.Executable | None:
         """Return what is compiled for these leaves, with its arguments in this order; see ``executable_of``."""
@@ -146,6 +149,11 @@ def getter(numbers: Sequence[int]) -> Any:
     if list(numbers) == list(range(start, start + len(numbers))):  # an itemgetter of many takes ten times as long
         return operator.itemgetter(slice(start, start + len(numbers)))
     return operator.itemgetter(*numbers)
+
+
+def has_repeats(leaves: Sequence[Any]) -> bool:
+    """Whether an array is among the leaves twice."""
+    return len(set(map(id, leaves))) != len(leaves)
 
 
 def _unshared(leaves: Sequence[Any], donated: Sequence[int]) -> list[Any]:

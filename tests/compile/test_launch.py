@@ -1,9 +1,9 @@
 """Calls whose arrays are known are started without jax.jit's look at them: what must be seen all the same."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -389,20 +389,17 @@ def test_threads_share_a_launcher() -> None:
     call = ready(model, X)
     inputs = [array(4, 4, seed=n) for n in range(4)]
     wants = [np.asarray(model(x)) for x in inputs]
-    bad: list[Any] = []
 
-    def work(number: int) -> None:
+    def work(number: int) -> list[int]:
+        bad = []
         for turn in range(200):
             x = inputs[number] if turn % 7 else jax.device_put(inputs[number], jax.devices()[0])
             if not np.allclose(call(x), wants[number], rtol=1e-6):
-                bad.append((number, turn))
+                bad.append(turn)
+        return bad
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not bad
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(work, range(4))] == [[]] * 4
 
 
 VALUES = [
