@@ -20,7 +20,7 @@ import threading
 import types
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -82,11 +82,9 @@ class _Call(pjit.PjitParams):
 
     def keep(self, kind: Any) -> None:
         """Put it into the cache, if it is not out of date already."""
-        if len(_calls) >= _MOST:
-            _calls.clear()
         self.kind, self.tree = kind, None if tree_util.treedef_is_leaf(self.out_tree) else self.out_tree
         if self.witness() is not None:
-            _calls[self.key] = self
+            _add(self.key, self)
 
 
 class _Witness:
@@ -99,7 +97,7 @@ class _Witness:
 def _nobody() -> None: ...
 
 
-def _forget(calls: dict[Any, _Call], _: Any) -> None:
+def _forget(calls: dict[Any, Any], _: Any) -> None:
     calls.clear()
 
 
@@ -114,27 +112,33 @@ def _present() -> Any:
     return _witness
 
 
-_calls: dict[Any, _Call] = {}
+def _add(key: Any, call: Any) -> None:
+    if len(_calls) >= _MOST:
+        _calls.clear()
+    _calls[key] = call
+
+
+_calls: dict[Any, Any] = {}  # a _Call by the id of what is jitted, an _Inside by that of what calls it
 _witness: weakref.ref[_Witness] = weakref.ref(_Witness())  # none yet
 
 
-def _seen(trace: Any, operands: Sequence[Any]) -> list[Any] | None:
-    """Return what jax sees of operands; None if that may be more, as of an array of numpy, or if it may refuse them."""
-    found = []
+def _key(trace: Any, called: int, operands: Sequence[Any], signature: Any = None) -> tuple[Any, ...] | None:
+    """Return what jax sees of a call; None if that may be more, as of an array of numpy, or if it may refuse it."""
+    key = [settings(), called, signature]
     for x in operands:
         if isinstance(x, Recorded):
             if x.recorder is not trace:
                 return None
-            found.append(x.aval)
+            key.append(x.aval)
             continue
         kind = type(x)
         if kind is array.ArrayImpl:
-            found.append(x.aval)
-        elif kind in _NUMBERS and (kind is not int or -(1 << 31) <= x < 1 << 31):
-            found.append(kind)
+            key.append(x.aval)
+        elif kind is float or (kind in _NUMBERS and (kind is not int or -(1 << 31) <= x < 1 << 31)):
+            key.append(kind)
         else:
             return None
-    return found
+    return tuple(key)
 
 
 # ---------------------------------------------------------------- hooks
@@ -145,9 +149,8 @@ def _infer_params(ordinary: Any) -> Any:
         trace = current()
         if type(trace) is not CallRecorder:
             return ordinary(fun, ji, args, kwargs)
-        seen, key = None if kwargs else _seen(trace, args), None
-        if seen is not None:
-            key = (settings(), id(ji), *seen)
+        key = None if kwargs else _key(trace, id(ji), args)
+        if key is not None:
             known = _calls.get(key)
             if known is not None:
                 return known, args
@@ -156,10 +159,9 @@ def _infer_params(ordinary: Any) -> Any:
                 *(args, tuple(kwargs.values()), tuple(kwargs)),
                 *(ji.static_argnums, ji.static_argnames, tree_util.tracing_registry),
             )
-            seen = _seen(trace, operands)
-            if seen is None:
+            key = _key(trace, id(ji), operands, signature)
+            if key is None:
                 return ordinary(fun, ji, args, kwargs)
-            key = (settings(), id(ji), signature, *seen)
             known = _calls.get(key)
             if known is not None:
                 return known, operands
@@ -210,18 +212,40 @@ def _around(jitted: Any) -> Any:
         @functools.wraps(ordinary)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             trace = current()
-            seen = _seen(trace, args) if type(trace) is CallRecorder and not kwargs else None
-            if seen is not None and not config.no_tracing.value:
-                function: Any = jitted(self)
-                if type(function) is _JITTED:
-                    known = _calls.get((settings(), id(function._jit_info), *seen))
-                    if known is not None and known.tree is None:
-                        return trace.recording.add(known.kind, args)[0]
+            if type(trace) is CallRecorder and not kwargs and not config.no_tracing.value:
+                key = _key(trace, id(self), args)
+                known = _calls.get(key)
+                if known is None and key is not None:
+                    known = _inside(trace, self, jitted(self), key, args)
+                if known is not None:
+                    return trace.recording.add(known.kind, args)[0]
             return ordinary(self, *args, **kwargs)
 
         return call
 
     return hook
+
+
+class _Inside(NamedTuple):
+    """What a call of something becomes that calls a jitted function.
+
+    Attributes:
+        kind: The kind of the operation.
+        caller: What is called, weakly; when it goes, this does.
+    """
+
+    kind: Any
+    caller: Any
+
+
+def _inside(trace: Any, caller: Any, function: Any, key: Any, args: Sequence[Any]) -> _Inside | None:
+    """Keep for a caller what is known of the jitted function that it calls, if that has a single result."""
+    call = _calls.get(_key(trace, id(function._jit_info), args)) if type(function) is _JITTED else None
+    if call is None or call.tree is not None:
+        return None
+    found = _Inside(call.kind, weakref.ref(caller, functools.partial(_calls.pop, key)))
+    _add(key, found)
+    return found
 
 
 def _of_ufunc(self: Any) -> Any:

@@ -287,7 +287,8 @@ class Settings:
 _RUNNING = (config.enable_x64, config.default_device, config.debug_nans, config.debug_infs)
 # The mesh of jax.set_mesh, which is not in config.trace_context (in config in jax 0.10.2, in mesh since 0.11.2).
 _MESH: Any = getattr(config, "device_context", None) or vars(mesh)["device_context"]
-_last: tuple[Any, Any] = (None, None)
+_trace_context, _NANS, _INFS = config.trace_context, config.debug_nans, config.debug_infs
+_last: tuple[Any, ...] = (None, None, None, None, None)
 
 
 @functools.lru_cache(maxsize=64)
@@ -300,12 +301,13 @@ def settings() -> Settings:
 
     They are ``config.trace_context``, in which the default device is, and what is not in there.
     """
-    global _last  # a pair that is replaced as one
-    now = (config.trace_context(), _MESH.value, config.debug_nans.value, config.debug_infs.value)
-    known, found = _last
-    if known != now:
-        found = _settings(now)
-        _last = (now, found)
+    global _last  # a tuple that is replaced as one
+    context, mesh, nans, infs, found = _last
+    if _trace_context() == context and _MESH.value is mesh and _NANS.value is nans and _INFS.value is infs:
+        return found
+    now = (_trace_context(), _MESH.value, _NANS.value, _INFS.value)
+    found = _settings(now)
+    _last = (*now, found)
     return found
 
 
@@ -339,13 +341,14 @@ def array_type() -> type:
     return array.ArrayImpl
 
 
-_NUMBERS = frozenset({bool, int, float, complex, *literals.typed_scalar_types})
+NUMBERS = frozenset({bool, int, float, complex, *literals.typed_scalar_types})
+"""The classes of most numbers that :func:`is_number` knows."""
 
 
 def is_number(value: Any) -> bool:
     """Whether an operand is a Python or numpy scalar (``jax._src.literals`` are how jax passes Python's)."""
     kind = type(value)
-    if kind in _NUMBERS or kind is array.ArrayImpl:
+    if kind in NUMBERS or kind is array.ArrayImpl:
         return kind is not array.ArrayImpl
     return isinstance(value, np.generic) or (isinstance(value, literals.TypedNdArray) and not value.shape)
 

@@ -303,7 +303,7 @@ class _Recording:
                 graph.add(node)
             fixed = [c for c in graph.inputs if c not in self._places]
             self._places.update((c, place) for place, c in enumerate(fixed, len(self.values)))
-            segment.program = compiled(graph.structure(), graph.places(outputs))
+            segment.program = compiled(graph.structure(), graph.places_of(outputs))
             segment.take = getter([self._places[c] for c in graph.inputs])
             segment.constants = tuple(c.value for c in fixed)
             segment.gives = tuple(self._numbers[c] for c in outputs)

@@ -56,7 +56,7 @@ def graph_hash(tree: Any) -> GraphHash:
         True
     """
     graph, cells = _needed(tree)
-    return GraphHash(graph.structure(), graph.places(cells))
+    return GraphHash(graph.structure(), graph.places_of(cells))
 
 
 def dump(tree: Any, format: str = "text") -> str:
@@ -86,7 +86,7 @@ def dump(tree: Any, format: str = "text") -> str:
         return _dot(graph.nodes, cells)
     if format == "hlo":
         arrays = [jax.ShapeDtypeStruct(c.aval.shape, c.aval.dtype, weak_type=c.aval.weak_type) for c in graph.inputs]
-        program = jax.jit(graph.structure().function(graph.places(cells)))
+        program = jax.jit(graph.structure().function(graph.places_of(cells)))
         module: Any = program.lower(arrays, graph.packs()).compiler_ir("hlo")
         return module.as_hlo_text()
     known, write = 'one of "text", "dot" and "hlo"', 'lm.lazytensor.dump(tree, format="text")'

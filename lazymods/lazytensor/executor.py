@@ -95,15 +95,16 @@ def execute(graph: Graph, held: Callable[[], list[Cell]], trace: Any, settings: 
         if len(_running) > _MOST:
             _running[:] = [ref for ref in _running if not has_arrived(ref())]
     found = dict(zip(results, values, strict=True))
-    return cells, [found[place] for place in graph.places(cells)]
+    return cells, [found[place] for place in graph.places_of(cells)]
 
 
 class _Entry:
     """The programs of one structure, by the results that they give."""
 
-    __slots__ = ("_collected", "functions")
+    __slots__ = ("_collected", "functions", "structure")
 
-    def __init__(self) -> None:
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
         self.functions: dict[tuple[int, ...], Any] = {}
         self._collected = 0
 
@@ -116,8 +117,10 @@ class _Entry:
 
 def _entry(structure: Structure) -> _Entry:
     with _LOCK:
-        entry = _graphs.setdefault(structure, _Entry())
-        _graphs.move_to_end(structure)
+        entry = _graphs.get(structure)
+        if entry is None:
+            entry = _graphs[structure] = _Entry(structure)
+        _graphs.move_to_end(entry.structure)  # to compare it with itself takes no time
         return entry
 
 
@@ -134,7 +137,7 @@ def _chosen(
     for collect in (lambda: None, lambda: gc.collect(1), entry.collect_all):
         collect()
         cells = held()
-        results = graph.places(cells)
+        results = graph.places_of(cells)
         found = _covering(structure, entry, results)
         if found is not None or not entry.functions:
             break

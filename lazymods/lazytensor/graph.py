@@ -18,7 +18,6 @@ import jax
 import numpy as np
 
 from lazymods import _compat_tracing as tracing
-from lazymods._compat_tracing import Recorded
 from lazymods.lazytensor.kinds import Key, Kind, key_of
 
 
@@ -101,6 +100,7 @@ class Graph:
         lines: The kind of each operation, and where its operands are.
         made: The results of the operations, in order.
         inputs: The cells of the arrays that they take, in order.
+        places: Where each cell is.
         effects: Whether one of them does more than to compute.
     """
 
@@ -108,57 +108,37 @@ class Graph:
         self.lines: list[tuple[Any, ...]] = []
         self.made: list[Cell] = []
         self.inputs: list[Cell] = []
+        self.places: dict[Cell, Any] = {}
         self.effects = False
         self._fixed = fixed
-        self._places: dict[Cell, Any] = {}
         self._arrays: dict[int, int] = {}  # places, by id
         self._packs: dict[Any, tuple[int, list[Any]]] = {}  # where the places of a type start, and the numbers
         self._numbers: dict[Any, Cell] = {}  # by place, as far as they have one
         self._nodes: list[Node] = []  # those of the first lines
         self._in_nodes = 0  # how many results those have
 
-    def record(self, kind: Kind, operands: Iterable[Any], results: list[Cell] | None = None) -> list[Cell]:
-        """Add an operation.
+    def place(self, cell: Cell) -> Any:
+        """Return where a cell is that has a value, or whose operation was added before."""
+        place = self.places.get(cell)
+        if place is None:
+            place = self.places[cell] = self.place_of_value(cell.value, cell.aval, cell)
+        return place
 
-        Args:
-            kind: What it does.
-            operands: Cells, or recorded values in place of theirs, that have a value or were made by an operation that
-                was added before; arrays and numbers.
-            results: The cells of its results; new ones if not given.
-
-        Returns:
-            The cells of its results.
-        """
-        places, made = self._places, self.made
-        line: list[Any] = [kind]
-        for operand in operands:
-            cell = operand.cell if isinstance(operand, Recorded) else operand
-            if type(cell) is Cell:
-                place = places.get(cell)
-                if place is None:
-                    place = places[cell] = self._value(cell.value, cell.aval, cell)
-            else:
-                place = self._value(cell, kind.operands[len(line) - 1])
-            line.append(place)
-        self.lines.append(tuple(line))
-        if results is None:
-            results = []
-            for aval in kind.results:
-                results.append(Cell(aval))  # a comprehension would be a call more
-        for cell in results:
-            places[cell] = len(made)
-            made.append(cell)
-        if kind.effects:
-            self.effects = True
-        return results
+    def give(self, cell: Cell) -> None:
+        """Add a cell to the results of operations."""
+        self.places[cell] = len(self.made)
+        self.made.append(cell)
 
     def add(self, node: Node) -> None:
-        """Add a node; for what it takes, see :meth:`record`."""
-        self.record(node.kind, node.inputs, node.outputs)
+        """Add a node."""
+        self.lines.append((node.kind, *map(self.place, node.inputs)))
+        for cell in node.outputs:
+            self.give(cell)
+        self.effects = self.effects or node.kind.effects
 
-    def _value(self, value: Any, aval: Any, cell: Cell | None = None) -> Any:
-        """Return the place of a value, which may be that of a cell."""
-        if not tracing.is_number(value):
+    def place_of_value(self, value: Any, aval: Any, cell: Cell | None = None) -> Any:
+        """Return where an array or a number is, which may be the value of a cell."""
+        if type(value) not in tracing.NUMBERS and not tracing.is_number(value):
             cell = cell or Cell(aval, value)
             place = self._arrays.setdefault(id(cell if self._fixed else value), ~len(self.inputs))
             if place == ~len(self.inputs):
@@ -199,9 +179,9 @@ class Graph:
         with np.errstate(over="ignore"):  # a number that is too large is infinite, as in an operation of jax
             return [np.array(pack, aval.dtype) for aval, (_, pack) in self._packs.items()]
 
-    def places(self, cells: Iterable[Cell]) -> tuple[int, ...]:
+    def places_of(self, cells: Iterable[Cell]) -> tuple[int, ...]:
         """Return the numbers of some results."""
-        return tuple([self._places[cell] for cell in cells])
+        return tuple([self.places[cell] for cell in cells])
 
     def structure(self) -> Structure:
         """Return what tells the graph from others."""

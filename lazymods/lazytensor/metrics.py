@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import collections
 import inspect
+import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,20 +21,37 @@ _counts: collections.Counter[str] = collections.Counter()
 _seconds: dict[str, float] = {}
 _forced: collections.Counter[tuple[str, str]] = collections.Counter()
 _compiled: collections.Counter[tuple[str, str]] = collections.Counter()
-_tensors: list[Tensors] = []
 
 _INSIDE = ("jax", "jaxlib", "flax", "optax", "lazymods", "contextlib", "functools")
 _MOST = 1000  # places that are remembered
 
 
-class Tensors:
-    """How many lazy tensors one thread made, and how many are gone."""
+class Tally:
+    """A count that any thread may add to without a lock, in 40 ns: every step of an iterator is one more.
 
-    __slots__ = ("created", "destroyed")
+    Attributes:
+        add: Adds one.
+    """
+
+    __slots__ = ("_other", "add")
 
     def __init__(self) -> None:
-        self.created = self.destroyed = 0
-        _tensors.append(self)
+        self.add: Callable[[], int] = itertools.count().__next__
+        self._other = 0  # steps that are not counted
+
+    def total(self) -> int:
+        """Return the count."""
+        steps = self.add()
+        self._other += 1
+        return steps + 1 - self._other
+
+    def reset(self) -> None:
+        """Begin at zero again."""
+        count = self.total()
+        self._other += count
+
+
+created, destroyed = Tally(), Tally()  # lazy tensors
 
 
 def count(name: str) -> None:
@@ -104,8 +122,8 @@ def counters() -> dict[str, int]:
     """
     with _LOCK:
         found = dict.fromkeys(("MarkStep", "UncachedCompile", "CachedCompile"), 0) | dict(_counts)
-        found["CreateLazyTensor"] = sum(t.created for t in _tensors)
-        found["DestroyLazyTensor"] = sum(t.destroyed for t in _tensors)
+        found["CreateLazyTensor"] = created.total()
+        found["DestroyLazyTensor"] = destroyed.total()
         return found
 
 
@@ -129,8 +147,8 @@ def reset() -> None:
     with _LOCK:
         for kept in (_counts, _seconds, _forced, _compiled):
             kept.clear()
-        for tensors in _tensors:
-            tensors.created = tensors.destroyed = 0
+        created.reset()
+        destroyed.reset()
 
 
 def summary() -> str:

@@ -11,10 +11,10 @@ it was, but for what had effects; every thread has a graph of its own.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from lazymods.lazytensor import executor, metrics
 from lazymods.lazytensor.graph import Cell, Graph, Node, needed
 from lazymods.lazytensor.kinds import kind_of
 
+_created = metrics.created.add
 _MOST_OPS = 20_000  # operations after which a graph is cut: XLA takes minutes for more
 
 
@@ -34,9 +35,9 @@ class LazyTensor(tracing.Recorded):
 
     __slots__ = ()
 
-    def __del__(self) -> None:
+    def __del__(self, _count: Callable[[], int] = metrics.destroyed.add) -> None:
         self.cell.held = False
-        self._trace.recording.tensors.destroyed += 1
+        _count()  # bound above: of an interpreter that shuts down, globals may be gone
 
     def _short_repr(self) -> str:
         return f"LazyTensor<{self.aval}>"
@@ -97,10 +98,10 @@ class Session:
 
     def __init__(self) -> None:
         self.trace = calls.CallRecorder(self)
-        self.tensors = metrics.Tensors()
         self.depth = 0
         self.max_ops = _MOST_OPS
         self._lock = threading.RLock()
+        self._acquire, self._release = self._lock.acquire, self._lock.release  # half of what ``with`` costs
         self._graph = Graph()
         self._settings: Any = None
         self._started = 0.0
@@ -116,23 +117,43 @@ class Session:
             values = [x.now("a mutable reference") if isinstance(x, tracing.Recorded) else x for x in inputs]
             with tracing.at(self.trace.parent):
                 return [primitive.bind(*values, **params)]
-        cells = [self._cell(x) for x in inputs]
-        return self.add(kind_of(primitive, tuple([c.aval for c in cells]), params, settings), cells)
+        operands = [self._operand(x) for x in inputs]
+        return self.add(kind_of(primitive, tuple(map(tracing.aval_of, operands)), params, settings), operands)
 
     def add(self, kind: Any, operands: Sequence[Any]) -> list[LazyTensor]:
-        """Add an operation (see :meth:`Graph.record` and :class:`lazymods._compat_calls.CallRecording`)."""
-        trace, made = self.trace, []
-        with self._lock:
+        """Add an operation (see :class:`lazymods._compat_calls.CallRecording`).
+
+        This is most of what recording costs, so it does the work of :meth:`Graph.add` itself, without a Node.
+        """
+        line: list[Any] = [kind]
+        made: list[LazyTensor] = []
+        self._acquire()
+        try:
             graph = self._graph
             if kind.settings is not self._settings or not graph.made:
                 graph = self._graph_in(kind.settings)
-            for cell in graph.record(kind, operands):
+            places = graph.places
+            for operand in operands:
+                if type(operand) is LazyTensor:
+                    place = places.get(operand.cell)
+                    line.append(graph.place(operand.cell) if place is None else place)
+                else:
+                    line.append(graph.place_of_value(operand, kind.operands[len(line) - 1]))
+            graph.lines.append(tuple(line))
+            for aval in kind.results:
+                cell = Cell(aval)
+                places[cell] = len(graph.made)
+                graph.made.append(cell)
                 cell.held = True
-                made.append(LazyTensor(trace, cell.aval, cell))
-            self.tensors.created += len(made)
+                made.append(LazyTensor(self.trace, aval, cell))
+                _created()
+            if kind.effects:
+                graph.effects = True
             if len(graph.lines) >= self.max_ops:
                 metrics.count("AutomaticCut")
                 self.cut()
+        finally:
+            self._release()
         return made
 
     def _graph_in(self, settings: Any) -> Graph:
@@ -171,16 +192,14 @@ class Session:
             cell.value = tracing.executed(cell.value)
         return cell.value
 
-    def _cell(self, value: Any) -> Cell:
-        if isinstance(value, tracing.Recorded):
-            if value.recording is self:
-                return value.cell
-            value = value.now("use in another thread")
-        return Cell(tracing.aval_of(value), value=tracing.owned(value))
+    def _operand(self, value: Any) -> Any:
+        if isinstance(value, LazyTensor):
+            return value if value.recording is self else value.now("use in another thread")
+        return tracing.owned(value)
 
     def _hold(self, cell: Cell) -> LazyTensor:
         cell.held = True
-        self.tensors.created += 1
+        _created()
         return LazyTensor(self.trace, cell.aval, cell)
 
     # ------------------------------------------------------------ cuts
@@ -317,7 +336,7 @@ def session() -> Session | None:
     return found if found is not None and found.depth else None
 
 
-@contextmanager
+@contextlib.contextmanager
 def lazy(*, max_ops: int | None = None) -> Iterator[None]:
     """Record the operations of a block instead of running them; also a decorator.
 
