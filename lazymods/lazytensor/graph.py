@@ -140,7 +140,8 @@ class Graph:
         """Return where an array or a number is, which may be the value of a cell."""
         if type(value) not in tracing.NUMBERS and not tracing.is_number(value):
             cell = cell or Cell(aval, value)
-            place = self._arrays.setdefault(id(cell if self._fixed else value), ~len(self.inputs))
+            key = cell if self._fixed or value is None else value  # cells whose values are computed now differ
+            place = self._arrays.setdefault(id(key), ~len(self.inputs))
             if place == ~len(self.inputs):
                 self.inputs.append(cell)
             return place

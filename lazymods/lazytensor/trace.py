@@ -5,8 +5,9 @@ at ``mark_step()``, the graph is cut: what is still held by Python is computed b
 for every structure (``executor``), and recording goes on. A lazy tensor is an array to everything that asks; after the
 block it can be used as any other.
 
-Invariants: an operation runs once, or not at all if nothing holds what it gives; a run that fails leaves its graph as
-it was, but for what had effects; every thread has a graph of its own.
+Invariants: an operation runs once, or not at all if nothing holds what it gives; after a run that fails, all is pending
+as before, but for what had effects, and what failed together is computed apart, when it is wanted; every thread has a
+graph of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +104,7 @@ class Session:
         self._lock = threading.RLock()
         self._acquire, self._release = self._lock.acquire, self._lock.release  # half of what ``with`` costs
         self._graph = Graph()
+        self._apart: set[Cell] = set()  # what was to be computed together, and failed
         self._settings: Any = None
         self._started = 0.0
 
@@ -213,67 +215,113 @@ class Session:
     def cut(self) -> None:
         """Start the computation of all that is held, and of what has effects."""
         with self._lock:
-            graph, self._graph = self._graph, Graph()
-            if graph.effects or _held(graph):
-                self._run(graph, lambda: _held(graph))
+            self._drop_failed()
+            try:
+                self._compute_held()
+            except Exception as error:
+                self._keep(self._held(), error)
+                raise
 
     def compute(self, cells: Sequence[Cell]) -> None:
         """Start the computation of some values and of nothing else that can wait."""
         with self._lock:
-            nodes = needed(self._graph.nodes, cells)
-            chosen = set(nodes)
-            rest = [node for node in self._graph.nodes if node not in chosen]
-            later = {cell for node in rest for cell in node.inputs}
-            wanted = [cell for node in nodes for cell in node.outputs if cell.held or cell in later]
-            self._graph = graph_of(rest)
-            if nodes:
-                self._run(graph_of(nodes), lambda: wanted)
+            self._drop_failed()
+            try:
+                self._compute_part(needed(self._graph.nodes, cells))
+            except Exception as error:
+                self._keep(cells, error)
+                raise
 
     def _force(self, cell: Cell) -> None:
         """Compute a value, with all that is held: it will be wanted too, and one program is better than two."""
-        graph = self._graph
-        alone = set(needed(graph.nodes, [cell]))
-        if all(node in alone for node in graph.nodes if node.kind.effects or any(c.held for c in node.outputs)):
-            self.cut()
+        self._drop_failed()
+        if cell.value is not None:
             return
-        try:
-            cells, values = self._results(graph, lambda: _held(graph))
-            jax.block_until_ready(values[cells.index(cell)])
-        except Exception:
-            if any(node.kind.effects for node in graph.nodes if node not in alone):
-                self._graph = graph_of([node for node in graph.nodes if not node.kind.effects or node in alone])
-            self.compute([cell])  # what failed may not be what is wanted: if it was, it fails again
-        else:
-            self._know(cells, values)
-            self._graph = Graph()
+        nodes, effects = self._graph.nodes, self._graph.effects
+        alone = set(needed(nodes, [cell]))
+        others = any(n not in alone for n in nodes if n.kind.effects or any(c.held for c in n.outputs))
+        if cell not in self._apart:
+            try:
+                self._compute_held(cell if others else None)
+            except Exception as error:
+                if not others:
+                    self._keep([cell], error)
+                if effects or not others:  # an effect that fails is raised now, as nobody asks for it
+                    raise
+        if cell.value is None:
+            self.compute([cell])  # apart from what failed together with it
 
-    def _run(self, graph: Graph, held: Callable[[], list[Cell]]) -> None:
-        """Compute cells; if that fails, they keep the error."""
-        try:
-            cells, values = self._results(graph, held)
-        except Exception as error:
-            cells = held()
-            self._know(cells, [_Failure(error)] * len(cells))
-            raise
-        self._know(cells, values)
+    def _held(self) -> list[Cell]:
+        return [cell for cell in self._graph.made if cell.held and cell not in self._apart]
 
-    def _results(self, graph: Graph, held: Callable[[], list[Cell]]) -> tuple[list[Cell], list[Any]]:
-        for cell in graph.inputs:
-            _known(cell)
+    def _compute_held(self, now: Cell | None = None) -> None:
+        """Start the computation of all that is held, and of what has effects; wait for one cell."""
+        graph, self._apart = self._graph, {cell for cell in self._apart if cell.held and cell.value is None}
+        if self._apart:
+            self._compute_part(needed(graph.nodes, self._held(), effects=True), now)
+        elif graph.effects or self._held():
+            self._run(graph, lambda: [cell for cell in graph.made if cell.held], now)
+
+    def _compute_part(self, nodes: Sequence[Node], now: Cell | None = None) -> None:
+        """Start the computation of some operations, and let the others wait."""
+        chosen = set(nodes)
+        others = [node for node in self._graph.nodes if node not in chosen]
+        rest = needed(others, [cell for node in others for cell in node.outputs if cell.held], effects=True)
+        later = {cell for node in rest for cell in node.inputs}
+        wanted = [cell for node in nodes for cell in node.outputs if cell.held or cell in later]
+        if nodes:
+            self._run(graph_of(nodes), lambda: wanted, now, rest)
+
+    def _run(self, graph: Graph, held: Callable[[], list[Cell]], now: Cell | None, rest: Sequence[Node] = ()) -> None:
+        """Compute cells of what is pending, and let the rest of it wait.
+
+        If that fails, all is pending as before, but for what had effects: that keeps the error.
+        """
+        before, self._graph = self._graph, graph_of(rest)
         metrics.took("Trace", time.perf_counter() - self._started)
         try:
-            return executor.execute(graph, held, self.trace.parent, self._settings)
+            cells, values = executor.execute(graph, held, self.trace.parent, self._settings)
+            if now is not None:
+                jax.block_until_ready(values[cells.index(now)])
+        except BaseException as error:
+            self._graph = before
+            self._fail({node for node in before.nodes if node.kind.effects and node not in rest}, error)
+            raise
         finally:
             self._started = time.perf_counter()
-
-    @staticmethod
-    def _know(cells: Sequence[Cell], values: Sequence[Any]) -> None:
         for cell, value in zip(cells, values, strict=True):
             cell.value = value
 
+    # ------------------------------------------------------------ failures
 
-def _held(graph: Graph) -> list[Cell]:
-    return [cell for cell in graph.made if cell.held]
+    def _keep(self, cells: Sequence[Cell], error: Exception) -> None:
+        """Keep what cells failed with: a single one has that, and several are computed apart, when they are wanted."""
+        if len(cells) == 1:
+            self._fail({node for node in self._graph.nodes if cells[0] in node.outputs}, error)
+        else:
+            self._apart.update(cells)
+
+    def _fail(self, nodes: Collection[Node], error: BaseException) -> None:
+        """Let what operations give be an error, and let them not be pending any more."""
+        for node in nodes:
+            for cell in node.outputs:
+                cell.value = _Failure(error)
+        self._graph = graph_of([node for node in self._graph.nodes if node not in nodes])
+
+    def _drop_failed(self) -> None:
+        """Let what needs a value that failed fail too, without an error now: that was raised when it failed."""
+        causes = {cell: cell.value for cell in self._graph.inputs if isinstance(cell.value, _Failure)}
+        if not causes:
+            return
+        rest = []
+        for node in self._graph.nodes:
+            cause = next((causes[cell] for cell in node.inputs if cell in causes), None)
+            if cause is None:
+                rest.append(node)
+                continue
+            for cell in node.outputs:
+                cell.value = causes[cell] = cause
+        self._graph = graph_of(rest)
 
 
 def _is(cell: Cell, operand: Any) -> bool:
@@ -297,7 +345,7 @@ class _Failure:
 
     __slots__ = ("error",)
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
