@@ -24,12 +24,13 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from jax._src import array, config, pjit, tree_util
+from jax._src import array, config, core, pjit, tree_util
 from jax._src.lib import jax_jit
 from jax._src.numpy import ufunc_api
 
-from lazymods._compat_tracing import Recorded, Recorder, Recording, current, open_jaxpr, settings
+from lazymods._compat_tracing import Recorded, Recorder, Recording, open_jaxpr, settings
 
+_CURRENT: Any = core.trace_state_strong_ref  # whose value is the trace to which operations go
 _MOST = 1 << 13
 _NUMBERS = frozenset({bool, int, float, complex, *(np.dtype(code).type for code in "?bBhHiIlLefdFD")})
 
@@ -146,7 +147,7 @@ def _key(trace: Any, called: int, operands: Sequence[Any], signature: Any = None
 
 def _infer_params(ordinary: Any) -> Any:
     def infer_params(fun: Any, ji: Any, args: Any, kwargs: Any) -> Any:
-        trace = current()
+        trace = _CURRENT.value
         if type(trace) is not CallRecorder:
             return ordinary(fun, ji, args, kwargs)
         key = None if kwargs else _key(trace, id(ji), args)
@@ -190,7 +191,7 @@ def _run_python_pjit(ordinary: Any) -> Any:
     def run_python_pjit(p: Any, args_flat: Any, fun: Any, args: Any, kwargs: Any) -> Any:
         if type(p) is not _Call:
             return ordinary(p, args_flat, fun, args, kwargs)
-        recording: CallRecording = current().recording
+        recording: CallRecording = _CURRENT.value.recording
         if p.kind is not None:
             leaves = recording.add(p.kind, args_flat)
             result = leaves[0] if p.tree is None else p.tree.unflatten(leaves)
@@ -211,7 +212,7 @@ def _around(jitted: Any) -> Any:
     def hook(ordinary: Any) -> Any:
         @functools.wraps(ordinary)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            trace = current()
+            trace = _CURRENT.value
             if type(trace) is CallRecorder and not kwargs and not config.no_tracing.value:
                 key = _key(trace, id(self), args)
                 known = _calls.get(key)

@@ -101,6 +101,7 @@ class Graph:
         made: The results of the operations, in order.
         inputs: The cells of the arrays that they take, in order.
         places: Where each cell is.
+        pools: By type, the place of the first number and all numbers.
         effects: Whether one of them does more than to compute.
     """
 
@@ -109,10 +110,10 @@ class Graph:
         self.made: list[Cell] = []
         self.inputs: list[Cell] = []
         self.places: dict[Cell, Any] = {}
+        self.pools: dict[Any, tuple[int, list[Any]]] = {}
         self.effects = False
         self._fixed = fixed
         self._arrays: dict[int, int] = {}  # places, by id
-        self._packs: dict[Any, tuple[int, list[Any]]] = {}  # where the places of a type start, and the numbers
         self._numbers: dict[Any, Cell] = {}  # by place, as far as they have one
         self._nodes: list[Node] = []  # those of the first lines
         self._in_nodes = 0  # how many results those have
@@ -147,12 +148,9 @@ class Graph:
             return place
         if self._fixed:
             return Baked(value)
-        found = self._packs.get(aval)
-        if found is None:
-            found = self._packs[aval] = (_PACK * (1 + len(self._packs)), [])
-        start, pack = found
-        place = start + len(pack)
-        pack.append(value)
+        start, numbers = self.pools.setdefault(aval, (_PACK * (1 + len(self.pools)), []))
+        place = start + len(numbers)
+        numbers.append(value)
         if cell is not None:
             self._numbers[place] = cell
         return place
@@ -171,14 +169,14 @@ class Graph:
         if not isinstance(place, Baked) and place < _PACK:
             return self.made[place] if place >= 0 else self.inputs[~place]
         if place not in self._numbers:
-            value = place.value if isinstance(place, Baked) else self._packs[aval][1][place % _PACK]
+            value = place.value if isinstance(place, Baked) else self.pools[aval][1][place % _PACK]
             self._numbers[place] = Cell(aval, value)
         return self._numbers[place]
 
     def packs(self) -> list[Any]:
         """Return the numbers, as one numpy array for each type."""
         with np.errstate(over="ignore"):  # a number that is too large is infinite, as in an operation of jax
-            return [np.array(pack, aval.dtype) for aval, (_, pack) in self._packs.items()]
+            return [np.array(pack, aval.dtype) for aval, (_, pack) in self.pools.items()]
 
     def places_of(self, cells: Iterable[Cell]) -> tuple[int, ...]:
         """Return the numbers of some results."""
@@ -186,7 +184,7 @@ class Graph:
 
     def structure(self) -> Structure:
         """Return what tells the graph from others."""
-        return Structure(Key(tuple(self.lines)), tuple(self._packs))
+        return Structure(Key(tuple(self.lines)), tuple(self.pools))
 
 
 class Structure(NamedTuple):

@@ -139,8 +139,14 @@ class Session:
                 if type(operand) is LazyTensor:
                     place = places.get(operand.cell)
                     line.append(graph.place(operand.cell) if place is None else place)
+                    continue
+                aval = kind.operands[len(line) - 1]
+                pool = graph.pools.get(aval) if type(operand) is float else None
+                if pool is None:
+                    line.append(graph.place_of_value(operand, aval))
                 else:
-                    line.append(graph.place_of_value(operand, kind.operands[len(line) - 1]))
+                    line.append(pool[0] + len(pool[1]))
+                    pool[1].append(operand)
             graph.lines.append(tuple(line))
             for aval in kind.results:
                 cell = Cell(aval)
@@ -259,7 +265,7 @@ class Session:
         graph, self._apart = self._graph, {cell for cell in self._apart if cell.held and cell.value is None}
         if self._apart:
             self._compute_part(needed(graph.nodes, self._held(), effects=True), now)
-        elif graph.effects or self._held():
+        elif graph.effects or any(cell.held for cell in reversed(graph.made)):
             self._run(graph, lambda: [cell for cell in graph.made if cell.held], now)
 
     def _compute_part(self, nodes: Sequence[Node], now: Cell | None = None) -> None:
