@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import sys
 import types
 import weakref
@@ -326,14 +327,19 @@ def public_errors() -> Iterator[None]:
         raise FloatingPointError(f"invalid value ({error.ty}) encountered in {name}") from None
 
 
-def put_as(cls: type[Recorded]) -> None:
-    """Let ``jax.device_put`` take recorded values of a class (``pxla.shard_arg_handlers``)."""
+def register(cls: type[Recorded]) -> None:
+    """Let jax know recorded values of a class by the class itself.
+
+    ``jax.device_put`` takes them (``pxla.shard_arg_handlers``), and ``core.typeof``, which is asked 1,000 times in a
+    step, does not look through their base classes (``core.pytype_aval_mappings``).
+    """
 
     def shard(values: Sequence[Any], *args: Any) -> Any:
         known = [value.now("device_put") for value in values]
         return pxla.shard_arg_handlers[type(known[0])](known, *args)
 
     pxla.shard_arg_handlers[cls] = shard
+    core.pytype_aval_mappings[cls] = operator.attrgetter("aval")
 
 
 def array_type() -> type:

@@ -6,7 +6,6 @@ a step that defines a function is still the same step.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
 from collections.abc import Iterable
@@ -79,8 +78,10 @@ def kind_of(primitive: Any, operands: tuple[Any, ...], params: dict[str, Any], s
     Raises:
         TypeError: The operands do not fit; this and others are those of the operation itself.
     """
-    with contextlib.suppress(TypeError):  # a parameter that has no hash, or what is wrong with the operands
+    try:
         return _kind(primitive, settings, operands, **params)
+    except TypeError:  # a parameter that has no hash, or what is wrong with the operands
+        pass
     return _kind.__wrapped__(primitive, settings, operands, **params)
 
 

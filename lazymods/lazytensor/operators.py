@@ -6,7 +6,7 @@ what it became is remembered by operator, operand types and settings, and the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lazymods import _compat_tracing as tracing
@@ -49,8 +49,24 @@ def _binary(name: str, slow: Callable[[Any, Any], Any]) -> Callable[[Any, Any], 
         key = (name, self.aval, of_other, tracing.settings())
         known = _known.get(key)
         if known is None:
-            return _learn(key, slow, self, other)
+            return _learn(key, lambda: slow(self, other), (self, other), (other, self))
         return trace.recording.add(known.kind, (other, self) if known.swapped else (self, other))[0]
+
+    return operator
+
+
+def _power(otherwise: Callable[[Any, Any], Any], slow: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """``x ** 2`` is an operation of ``x`` alone, and another one than ``x ** 3``."""
+
+    def operator(self: Any, other: Any) -> Any:
+        trace = self.recorder
+        if type(other) is not int or tracing.current() is not trace:
+            return otherwise(self, other)
+        key = ("power", self.aval, other, tracing.settings())
+        known = _known.get(key)
+        if known is None:
+            return _learn(key, lambda: slow(self, other), (self,))
+        return trace.recording.add(known.kind, (self,))[0]
 
     return operator
 
@@ -62,22 +78,24 @@ def _unary(name: str, slow: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return slow(self)
         key = (name, self.aval, tracing.settings())
         known = _known.get(key)
-        return _learn(key, slow, self) if known is None else trace.recording.add(known.kind, (self,))[0]
+        if known is None:
+            return _learn(key, lambda: slow(self), (self,))
+        return trace.recording.add(known.kind, (self,))[0]
 
     return operator
 
 
-def _learn(key: Any, slow: Callable[..., Any], *operands: Any) -> Any:
-    """Do it as jax does, and remember what it became if that was one operation of just these operands."""
-    session: Session = operands[0].recording
+def _learn(key: Any, slow: Callable[[], Any], *orders: Sequence[Any]) -> Any:
+    """Do it as jax does, and remember what it became if that was one operation of operands in one of these orders."""
+    session: Session = orders[0][0].recording
     before = len(session.pending)
-    result = slow(*operands)
-    for swapped in (False, True):
-        kind = session.noted(before, operands[::-1] if swapped else operands, [result])
+    result = slow()
+    for n, operands in enumerate(orders):
+        kind = session.noted(before, operands, [result])
         if kind is not None:
             if len(_known) >= _MOST:
                 _known.clear()
-            _known[key] = _Known(kind, swapped)
+            _known[key] = _Known(kind, swapped=n == 1)
             break
     return result
 
@@ -86,6 +104,8 @@ def install() -> None:
     """Give :class:`LazyTensor` its operators."""
     names = [f"__{n}__" for n in _BINARY] + [f"__r{n}__" for n in _REFLECTED]
     for name in names:
-        setattr(LazyTensor, name, _binary(name, getattr(tracing.Recorded, name)))
+        slow = getattr(tracing.Recorded, name)
+        fast = _binary(name, slow)
+        setattr(LazyTensor, name, _power(fast, slow) if name == "__pow__" else fast)
     for name in _UNARY:
         setattr(LazyTensor, f"__{name}__", _unary(name, getattr(tracing.Recorded, f"__{name}__")))

@@ -85,7 +85,7 @@ def _of_the_value(name: str) -> Any:
     return property(get, doc=f"``jax.Array.{name}`` of the value.")
 
 
-tracing.put_as(LazyTensor)
+tracing.register(LazyTensor)
 for _name in (
     *("addressable_data", "addressable_shards", "committed", "delete", "device", "devices", "global_shards"),
     *("is_deleted", "is_fully_addressable", "is_fully_replicated", "on_device_size_in_bytes", "sharding"),

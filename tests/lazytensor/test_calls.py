@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 import lazymods as lm
 from lazymods import _compat_calls as calls
+from lazymods.lazytensor import operators
 
 lt = lm.lazytensor
 pjit: Any = calls.pjit
@@ -113,9 +114,7 @@ def test_one_operation_each_and_the_same_graph():
         texts = []
         for _ in range(TIMES):
             texts.append(lt.dump(jnp.add(jnp.sin(X), 1.0)))
-    assert set(texts) == {
-        "%0 = sin(array: f32[3,4]) -> f32[3,4]\n%1 = add(%0, number: f32[]) -> f32[3,4]\nreturn %1"
-    }
+    assert set(texts) == {"%0 = sin(array: f32[3,4]) -> f32[3,4]\n%1 = add(%0, number: f32[]) -> f32[3,4]\nreturn %1"}
 
 
 # ---------------------------------------------------------------- what is part of a call
@@ -126,6 +125,21 @@ def test_the_value_of_a_number_is_not():
         got = [jnp.add(jnp.sin(X), float(n)) for n in range(5)]
     for n, g in enumerate(got):
         np.testing.assert_allclose(g, np.sin(X) + n, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("x", [X, I, X.astype(jnp.complex64)], ids=lambda x: str(x.dtype))
+def test_powers(x, monkeypatch):
+    exponents = [0, 1, 2, 3, 2.0, 0.5, True, 1.5, *([] if x.dtype == jnp.int32 else [-1, -2])]
+    with jax.numpy_dtype_promotion("standard"):
+        want = [x**n for n in exponents]
+        with lt.lazy():
+            for _ in range(TIMES):
+                same([(+x) ** n for n in exponents], want)
+                same(2 ** jnp.abs(+x), 2 ** jnp.abs(x))
+                same((+x) ** abs(x), x ** abs(x))
+            y = +x
+            monkeypatch.setattr(operators, "_learn", None)  # what becomes one operation is known
+            same([y**n for n in (2, 3)], [x**n for n in (2, 3)])
 
 
 def test_numbers_that_do_not_fit():
