@@ -436,7 +436,8 @@ def mark_step() -> None:
     Outside of a ``lazy()`` block there is nothing to start.
 
     Raises:
-        Exception: What the computation failed with, where that is known at once.
+        Exception: What the computation failed with, where that is known at once. No other value is lost: from then on
+            each is computed by itself, when it is wanted.
     """
     running = session()
     metrics.count("MarkStep")
@@ -452,6 +453,9 @@ def sync(tree: Any) -> Any:
 
     Returns:
         The same tree with arrays in place of the lazy tensors.
+
+    Raises:
+        Exception: What one of them failed with; the others are computed when they are wanted.
     """
     leaves, structure = jax.tree.flatten(tree)
     for recording, cells in _by_session(leaves).items():
