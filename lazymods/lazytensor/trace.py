@@ -105,6 +105,7 @@ class Session:
         self._acquire, self._release = self._lock.acquire, self._lock.release  # half of what ``with`` costs
         self._graph = Graph()
         self._apart: set[Cell] = set()  # what was to be computed together, and failed
+        self._left = 0  # how many operations were left when all was computed that could be
         self._settings: Any = None
         self._started = 0.0
 
@@ -157,7 +158,7 @@ class Session:
                 _created()
             if kind.effects:
                 graph.effects = True
-            if len(graph.lines) >= self.max_ops:
+            if len(graph.lines) - self._left >= self.max_ops:
                 metrics.count("AutomaticCut")
                 self.cut()
         finally:
@@ -227,6 +228,8 @@ class Session:
             except Exception as error:
                 self._keep(self._held(), error)
                 raise
+            finally:
+                self._left = len(self._graph.lines)
 
     def compute(self, cells: Sequence[Cell]) -> None:
         """Start the computation of some values and of nothing else that can wait."""

@@ -117,6 +117,22 @@ def test_what_fails_in_a_sync_takes_nothing_with_it():
         lt.mark_step()
 
 
+def test_what_failed_is_not_tried_at_every_operation_of_a_large_graph():
+    with lt.lazy(max_ops=20):
+        broken, good = unknown(X), X * 5
+        with UNKNOWN:
+            for _ in range(20):
+                good = good + 1
+        before = lt.metrics.counters()["AutomaticCut"]
+        for _ in range(100):
+            good = good + 1
+        assert lt.metrics.counters()["AutomaticCut"] - before <= 5
+        del broken
+    count = np.asarray(good)[3] - X[3] * 5
+    np.testing.assert_array_equal(good, X * 5 + count)
+    assert 100 <= count <= 120
+
+
 def test_what_depends_on_a_failure_does_not_hinder_a_cut():
     with lt.lazy():
         broken, good = unknown(X), X * 5
