@@ -125,16 +125,12 @@ class Graph:
             place = self.places[cell] = self.place_of_value(cell.value, cell.aval, cell)
         return place
 
-    def give(self, cell: Cell) -> None:
-        """Add a cell to the results of operations."""
-        self.places[cell] = len(self.made)
-        self.made.append(cell)
-
     def add(self, node: Node) -> None:
         """Add a node."""
         self.lines.append((node.kind, *map(self.place, node.inputs)))
         for cell in node.outputs:
-            self.give(cell)
+            self.places[cell] = len(self.made)
+            self.made.append(cell)
         self.effects = self.effects or node.kind.effects
 
     def place_of_value(self, value: Any, aval: Any, cell: Cell | None = None) -> Any:

@@ -39,13 +39,6 @@ def counted(runs, x):
     return jax.pure_callback(lambda v: (runs.append(1), np.asarray(v))[1], jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
-@pytest.fixture(autouse=True)
-def forgotten():
-    """Let JAX forget what a callback failed with: it keeps that, and raises it when any test waits for effects."""
-    yield
-    jax.block_until_ready(counted([], X))
-
-
 # ---------------------------------------------------------------- cuts
 
 
@@ -383,6 +376,17 @@ def test_dumps():
         "}"
     )
     del other
+
+
+def test_dump_of_another_format():
+    with pytest.raises(lm.LazyError) as caught:
+        lt.dump(X, "svg")
+    assert str(caught.value) == (
+        "lm.lazytensor.dump\n"
+        "  got:    format='svg'\n"
+        '  needed: one of "text", "dot" and "hlo"\n'
+        '  write:  lm.lazytensor.dump(tree, format="text")'
+    )
 
 
 def test_cache_size():

@@ -193,14 +193,3 @@ def test_errors_of_shapes_come_at_the_operation():
             bool(y + jnp.ones((3,)))
         with pytest.raises(ValueError, match="truth value"):
             bool(y)
-
-
-def test_dump_of_another_format():
-    with pytest.raises(lm.LazyError) as caught:
-        lt.dump(X, "svg")
-    assert str(caught.value) == (
-        "lm.lazytensor.dump\n"
-        "  got:    format='svg'\n"
-        '  needed: one of "text", "dot" and "hlo"\n'
-        '  write:  lm.lazytensor.dump(tree, format="text")'
-    )
