@@ -162,6 +162,8 @@ def run_initialize_parameters(layer: Any, args: tuple[Any, ...], kwargs: dict[st
 
 def finish(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_class: bool = False) -> None:
     """Initialize a lazy layer where it was born, and settle it there."""
+    if LOCAL.stage is not None and LOCAL.stage.initialize(layer, args, kwargs, keep_class):
+        return
     level = _compat.home_trace(layer)
     if level is not _compat.current_trace():
         args, kwargs = as_specs((args, kwargs))
@@ -214,6 +216,8 @@ def is_carried(layer: Any) -> bool:
     Raises:
         UninitializedError: If the layer is a copy whose parameters, or their gradients, would be lost.
     """
+    if LOCAL.stage is not None and LOCAL.stage.owns(layer):
+        return False  # it is initialized where its original is
     birth = _compat.birth_trace(layer)
     tags = _compat.carrying_transforms(layer)
     if not tags and (birth is None or birth is _compat.eval_trace()):

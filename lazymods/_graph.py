@@ -26,6 +26,7 @@ _PRIVATE = frozenset((STATE, HOOKS, _compat.STATE, _compat.NODES))
 
 class _Local(threading.local):
     session: Any = None  # the _session.Session whose abstract run this thread is in, if any
+    stage: Any = None  # what the trace of an lm.jit function in this thread does with lazy layers, if there is one
     updated: Any = None  # where it is noted which LazyOptimizer makes its state for which model, if anywhere
 
 

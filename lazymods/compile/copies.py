@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lazymods import _compat, _compat_jit
+from lazymods import _compat, _compat_jit, _graph
 from lazymods._errors import LazyError, Problem
 from lazymods.compile.attributes import has_hidden_state, new_object, slots_of
 from lazymods.compile.picture import Picture, Reads, contents_of, held_by
@@ -71,6 +71,8 @@ class Copies:
         self._touched: dict[int, bool] = {}
         self._tracked: dict[type, type] = {}
         self.begun: dict[int, Any] = {}
+        self._renewed: set[int] = set()
+        self._own: dict[int, dict[str, Any]] = {}  # what the function has written to a layer before its first call
         fresh = [node for node in picture.nodes if id(node) not in self._memo]
         for node in fresh:
             self._note(node, self._empty(node))
@@ -86,11 +88,63 @@ class Copies:
             twin = self._memo[id(variable)]
             _compat.write_variable(twin, type(twin), self.of(variable.get_raw_value()), metadata)
 
-    def begin(self, picture: Picture) -> None:
-        """Note what all copies hold now."""
-        for node in picture.nodes:
-            self.begun[id(node)] = contents_of(self._memo[id(node)])
+    def give(self, original: Any, key: Any, value: Any) -> None:
+        """Let the copy of a Variable hold a value, or that of another object at a key."""
+        if isinstance(original, nnx.Variable):
+            _compat_jit.SET_RAW(self._memo[id(original)], value)
+        else:
+            held_by(self._memo[id(original)])[key] = value
+
+    def renew(self, picture: Picture) -> list[Any]:
+        """Copy what is new in a layer that was just initialized.
+
+        Returns:
+            The Variables that are new, or were placeholders.
+        """
+        new = [n for n in picture.nodes if id(n) not in self._memo]
+        for node in new:
+            self._note(node, self._empty(node))
+        changed = [n for n in picture.nodes if n not in new and _graph.is_lazy_node(self._memo[id(n)])]
+        self._renewed = set(map(id, (*new, *changed)))
+        variables = []
         for variable in picture.variables:
+            if id(variable) in self._memo and not _graph.is_placeholder(self._memo[id(variable)]):
+                continue
+            if id(variable) not in self._memo:
+                self._note(variable, _compat.new_variable(type(variable), None, {}))
+            variables.append(variable)
+            self._renewed.add(id(variable))
+        for node in new:
+            self._fill(node, picture.contents_before(node))
+        for node in changed:
+            twin, begun = self._memo[id(node)], self.begun[id(node)]
+            held = held_by(twin)
+            own = {k: v for k, v in held.items() if k != _compat.STATE and (k not in begun or v is not begun[k])}
+            held.clear()
+            self._fill(node, picture.contents_before(node))
+            self._own[id(node)] = own
+            if type(twin) is not type(node):
+                _compat.set_class(twin, type(node))
+        for variable in variables:
+            twin, raw = self._memo[id(variable)], variable.get_raw_value()
+            metadata = {k: self.of(v) for k, v in _compat.raw_metadata(variable).items()}
+            _compat.write_variable(twin, type(variable), raw, metadata)
+        return variables
+
+    def is_renewed(self, original: Any) -> bool:
+        """Whether the copy of an object was made by the last :meth:`renew`."""
+        return id(original) in self._renewed
+
+    def begin(self, picture: Picture, renewed: bool = False) -> None:
+        """Note what all copies hold now, or only what was made by the last :meth:`renew`."""
+        for node in picture.nodes:
+            if not renewed or id(node) in self._renewed:
+                self.begun[id(node)] = contents_of(self._memo[id(node)])
+                if id(node) in self._own:
+                    held_by(self._memo[id(node)]).update(self._own.pop(id(node)))
+        for variable in picture.variables:
+            if renewed and id(variable) not in self._renewed:
+                continue
             twin = self._memo[id(variable)]
             self.begun[id(variable)] = (twin.get_raw_value(), dict(_compat.raw_metadata(twin)))
 

@@ -29,9 +29,10 @@ from typing import Any, overload
 import jax
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 
 from lazymods import _compat_jit
-from lazymods._errors import NOT_TRACEABLE, LazyError, Problem, describe
+from lazymods._errors import NOT_TRACEABLE, LazyError, Problem, UninitializedError, describe
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
 from lazymods.compile.binding import Binding, kind_of_input
@@ -45,11 +46,15 @@ from lazymods.compile.picture import Picture, Reads
 from lazymods.compile.plan import Hot, Plan, hot_call
 from lazymods.compile.program import OtherSignatureError, Program, compile_body
 from lazymods.compile.records import Record, Replay
-from lazymods.compile.sizing import size
-from lazymods.compile.trace import Body, Place, write
+from lazymods.compile.sizing import has_optimizer, size
+from lazymods.compile.trace import Body, NotSizedError, Place, write
 
 _KEPT_SITUATIONS = 16  # for lm.explain()
 _TRACE, _EVAL = _compat_jit.TRACE, _compat_jit.EVAL
+
+
+class _DecidesError(Exception):
+    """The first call of a lazy model decides on values: it is done in plain Python (private)."""
 
 
 class HiddenModelError(LazyError):
@@ -176,10 +181,10 @@ class JitFunction:
                 call = self._bind(arguments)
                 if call.lazy:
                     before = Snapshot(*call.reach)
-                    if not size(self._function, arguments, call, self._captures.attributes()):
-                        return self._function(*args, **kwargs)  # it decides on values, which nobody has yet
-                    call = self._bind(arguments)
-                plan, call = self._plan(arguments, call)
+                try:
+                    plan, call = self._plan(arguments, call)
+                except _DecidesError:
+                    return self._function(*args, **kwargs)
                 self._hot = hot_call(args, kwargs, arguments, call, plan, self._captures)
                 if self._hot is not None and self._has_signatures:
                     self._hot.signature = [*map(kind_of_input, arguments.arrays)]
@@ -191,10 +196,8 @@ class JitFunction:
                 with self._lock:
                     plan, call = self._plan(arguments, call, exactly=True)
                 record, outputs = self._run(plan, call, arguments)
-            except HiddenModelError:
-                if not plan.branches:
-                    raise
-                plan.program.is_hopeless, self._hot = True, None
+            except (HiddenModelError, NotSizedError) as error:  # of a new path
+                plan.program.is_hopeless, self._hot = isinstance(error, HiddenModelError), None
                 return self._function(*args, **kwargs)
             return self._replay(record, outputs, call, plan)
         except BaseException:
@@ -229,7 +232,7 @@ class JitFunction:
             self._cache.touch(plan.program)
             return plan, call
         key = (call.key, call.signature())
-        program = self._cache.get(key)
+        program = None if call.lazy else self._cache.get(key)
         if program is None:
             self._note(arguments, call)
             program, call = self._make_any(arguments, call)
@@ -259,10 +262,11 @@ class JitFunction:
         whole = self._bind(arguments, whole=True) if call.captured.has_objects else call
         body = self._body(arguments, whole)
         program = compile_body(body, whole.leaves, donate=self._donate and call.executing)
-        check_constants(self.name, program.tape.closed.consts, whole.constants)
-        if whole is not call:
+        check_constants(self.name, program.tape.constants, whole.constants)
+        if whole is not call or call.lazy:
             call = self._bind(arguments)
-        program.at = call.numbers_of({target: body.targets[target] for target in program.takes})
+        targets = [*body.targets, *(target for target, _ in body.adopted)]
+        program.at = call.numbers_of({target: targets[target] for target in program.takes})
         return program, call
 
     def trace_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, list[Any], int]:
@@ -275,9 +279,10 @@ class JitFunction:
             arguments, call = self.bind(args, kwargs)
             before = Snapshot(*call.reach) if call.lazy else None
             try:
-                if call.lazy and size(self._function, arguments, call, self._captures.attributes()):
-                    call = self._bind(arguments)
-                program, call = self.make(arguments, call)
+                try:
+                    program, call = self.make(arguments, call)
+                except NotSizedError:
+                    program, call = self.make(arguments, self._size(arguments, call))
                 leaves = [call.leaves[n] for n in program.leaf_numbers(call.inputs)]
                 return program, leaves, call.inputs
             finally:
@@ -286,16 +291,31 @@ class JitFunction:
 
     def _make_any(self, arguments: Arguments, call: Binding) -> tuple[Any, Binding]:
         """Do what :meth:`make` does; where Python decides on values, the program has a path for each decision."""
+        if call.lazy and has_optimizer(call):
+            call = self._size(arguments, call)
         try:
             return self.make(arguments, call)
         except NOT_TRACEABLE:
             if not call.executing:
                 raise
+        except (NotSizedError, UninitializedError, ValueError, TraceContextError) as error:
+            expected = isinstance(error, (NotSizedError, UninitializedError))
+            if not (call.lazy and call.executing) or not (expected or _compat_jit.is_of_another_trace(error)):
+                raise
+            return self.make(arguments, self._size(arguments, self._bind(arguments)))
+        if call.lazy:
+            raise _DecidesError
         call = self._bind(arguments)
         check = functools.partial(check_constants, self.name, known=call.constants)
         program = BranchingProgram(call.leaves, len(call.targets), self.max_paths, self.name, self._note_path, check)
         program.at = call.numbers_of(dict(enumerate(call.targets)))
         return program, call
+
+    def _size(self, arguments: Arguments, call: Binding) -> Binding:
+        """Initialize the lazy layers that the call reaches; return the call anew."""
+        if call.lazy and not size(self._function, arguments, call, self._captures.attributes()):
+            raise _DecidesError
+        return self._bind(arguments)
 
     def _body(self, arguments: Arguments, call: Binding) -> Body:
         def run(copies: Copies, arrays: Sequence[Any]) -> Any:

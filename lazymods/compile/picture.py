@@ -190,7 +190,9 @@ class Picture:
     def _visit_items(self, node: Any, kind: Kind, contents: Any, path: tuple[Any, ...]) -> None:
         if kind is Kind.QUEUE:
             self._emit(getattr(node, "maxlen", None), path)
-        items = enumerate(contents) if isinstance(contents, list) else contents.items()
+        items: Iterable[tuple[Any, Any]] = enumerate(contents) if isinstance(contents, list) else contents.items()
+        if kind is Kind.NODE:
+            items = sorted(items)  # transforms of NNX sort attributes: models before and after are one structure
         for key, value in items:
             if isinstance(contents, dict):
                 self._emit(token(key), path)

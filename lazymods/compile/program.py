@@ -35,18 +35,40 @@ class Tape:
         closed: The closed jaxpr.
         outputs: The numbers of the outputs that are wanted.
         inputs: The numbers of the inputs that are given.
+        adopted: The numbers of the constants that are given after those.
+
+    Attributes:
+        closed: The closed jaxpr.
+        constants: Its other constants.
+        invars: What the inputs that are given are in the jaxpr.
     """
 
-    def __init__(self, closed: Any, outputs: Sequence[int], inputs: Sequence[int]) -> None:
+    def __init__(self, closed: Any, outputs: Sequence[int], inputs: Sequence[int], adopted: Sequence[int]) -> None:
         self.closed, self._outputs = closed, list(outputs)
-        self._inputs = None if len(inputs) == len(closed.in_avals) else list(inputs)
+        self._count, self._inputs, self._adopted = len(closed.in_avals), list(inputs), list(adopted)
+        self._as_they_are = self._inputs == list(range(self._count)) and not self._adopted
+        moved = set(adopted)
+        self._consts = [None if n in moved else c for n, c in enumerate(closed.consts)]
+        self.constants = [c for n, c in enumerate(closed.consts) if n not in moved]
+        self.invars = [closed.jaxpr.invars[n] for n in inputs] + [closed.jaxpr.constvars[n] for n in adopted]
+        if moved:
+            self.closed = None  # it would keep those alive
+        self._jaxpr = closed.jaxpr
+
+    def keep(self, outputs: Sequence[int]) -> None:
+        """Let only these outputs, by number, be wanted."""
+        self._outputs = list(outputs)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run it in the current trace."""
-        if self._inputs is not None:
-            given = dict(zip(self._inputs, inputs, strict=True))
-            inputs = [given.get(n) for n in range(len(self.closed.in_avals))]
-        out = eval_jaxpr(self.closed.jaxpr, self.closed.consts, *inputs)
+        consts = self._consts
+        if not self._as_they_are:
+            given = dict(zip(self._inputs, inputs, strict=False))
+            consts = list(consts)
+            for number, value in zip(self._adopted, inputs[len(self._inputs) :], strict=True):
+                consts[number] = value
+            inputs = [given.get(n) for n in range(self._count)]
+        out = eval_jaxpr(self._jaxpr, consts, *inputs)
         return [out[i] for i in self._outputs]
 
 
@@ -57,7 +79,8 @@ class Program:
         record: What the function does besides computing arrays.
         launch: Does the same as calling the program, and returns the outputs alone.
         tape: How it computes them.
-        takes: Which targets of the body the leaves after the arguments are the values of, by number.
+        takes: Which targets of the body the leaves after the arguments are the values of, by number; those that it
+            adopted count after its own.
         donated: The leaves that are donated, by number.
         order: The order in which the leaves are passed to what is compiled.
         at: By number of a body's target that it takes: the number of that target in every call for which the program
@@ -71,7 +94,7 @@ class Program:
         self.donated = tuple(donate)
         self.at: dict[int, int] = {target: n for n, target in enumerate(takes)}
         self.ran = False
-        self.can_be_kept = not any(map(_compat.is_tracer, tape.closed.consts))
+        self.can_be_kept = not any(map(_compat.is_tracer, tape.constants))
         self._traced: Any = None
         self._mark: Any = None
         self._twins: Sequence[tuple[int, int]] = ()
@@ -84,7 +107,7 @@ class Program:
             self._moving, self._still = getter(donate), getter(kept)
             self._run = jax.jit(self._divided, donate_argnums=(0,))
             self.launch = self._launch_donating
-            kinds = [(v.aval.shape, v.aval.dtype) for v in tape.closed.jaxpr.invars]
+            kinds = [(v.aval.shape, v.aval.dtype) for v in tape.invars]
             self._twins = [(a, d) for a in range(inputs - len(takes)) for d in donate if kinds[a] == kinds[d]]
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[Record, Sequence[Any]]:
@@ -180,7 +203,7 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
         donate: Donate the leaves that are written.
 
     Returns:
-        The program.
+        The program. If the body initialized a lazy layer, the program takes the new values after the leaves.
     """
     start = time.perf_counter()
     closed = jax.make_jaxpr(body)(list(leaves))
@@ -194,13 +217,19 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     places = [place for leaf in taken for place in range(starts[leaf], starts[leaf + 1])]
     ends = itertools.accumulate((flat[leaf] for leaf in taken), initial=0)
     inputs = [end if flat[leaf] == 1 else None for leaf, end in zip(taken, ends, strict=False)]  # its only input
+    numbers = {id(c): n for n, c in enumerate(closed.consts)}
+    initialized = enumerate((id(raw) for _, raw in body.adopted), len(body.targets))
+    adopted = [(target, numbers[mark]) for target, mark in initialized if mark in numbers]
+    takes = [*takes, *(target for target, _ in adopted)]
+    inputs += range(len(places), len(places) + len(adopted))
     input_of_target = {target: inputs[body.inputs + i] for i, target in enumerate(takes)}
-    ins, outs = [closed.jaxpr.invars[place] for place in places], closed.jaxpr.outvars
+    tape = Tape(closed, (), places, [constant for _, constant in adopted])
+    ins, outs = tape.invars, closed.jaxpr.outvars
     unchanged = record.find_unchanged(outs, ins, input_of_target)
     avals = [v.aval for v in outs]
-    numbers = [(input_of_target.get(target), out.number) for target, out in record.writes]
-    kept = [pair for n, pair in enumerate(numbers) if n not in unchanged]
-    tape = Tape(closed, record.drop_writes(unchanged), places)
+    pairs = [(input_of_target.get(target), out.number) for target, out in record.writes]
+    kept = [pair for n, pair in enumerate(pairs) if n not in unchanged]
+    tape.keep(record.drop_writes(unchanged))
     donated: list[int] = []
     if donate and None not in inputs:
         donated = sorted({i for i, o in kept if i is not None and ins[i].aval == avals[o]})

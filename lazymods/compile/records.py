@@ -116,6 +116,8 @@ class Record:
         made: Objects that the function made.
         outputs: The program's outputs.
         reads: What the function had read of objects: what numbers stand for depends on it.
+        orders: The attributes of nnx objects, by number, that are in another order than before, as transforms of NNX
+            leave them. A call that is like the last one need not look: they are so by then.
         is_plain: Whether the function only wrote values, and returned nothing but arrays and static values.
         passes_on: Whether a new value is one of the program's inputs, unchanged: two Variables then hold one array. Or
             of another size than the one before: a guard may rely on that.
@@ -127,6 +129,7 @@ class Record:
     made: list[Made]
     outputs: list[Out]
     reads: Reads | None = None
+    orders: list[tuple[int, list[str]]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Find the short ways of doing it again."""
@@ -211,6 +214,7 @@ class _Writer:
         self._outputs: dict[int, Out] = {}
         self._made: list[Made] = []
         self._new: dict[int, int] = {}
+        self._orders: list[tuple[int, list[str]]] = []
 
     def write(self, out: Any, targets: Mapping[int, Any], reads: Reads | None) -> tuple[Record, list[Any]]:
         described = self._tree(out)
@@ -222,7 +226,7 @@ class _Writer:
             self._variable(number, variable, numbers.get(id(variable)), writes, changes)
         for number, node in enumerate(self._base.nodes):
             self._node(number, node, places, writes, changes)
-        record = Record(described, writes, changes, self._made, list(self._outputs.values()), reads)
+        record = Record(described, writes, changes, self._made, list(self._outputs.values()), reads, self._orders)
         return record, self._arrays
 
     def _variable(self, number: int, variable: Any, target: int | None, writes: Any, changes: Any) -> None:
@@ -248,6 +252,9 @@ class _Writer:
         names = [k for k in after if k != _compat.STATE]
         moved = [k for k in names if k not in begun or not _same_value(after[k], begun[k])]
         ordered = kind is Kind.OBJECT or names == [k for k in begun if k != _compat.STATE]
+        if kind is Kind.NODE and not ordered and sorted(names) == sorted(k for k in begun if k != _compat.STATE):
+            self._orders.append((number, list(after)))
+            ordered = True
         if same_class and len(after) == len(begun) and ordered and all((id(node), k) in places for k in moved):
             if all(kind_of(after[k]) is Kind.ARRAY for k in moved):
                 writes += [(places[id(node), k], self._own_output(after[k])) for k in moved]
@@ -351,7 +358,7 @@ class Replay:
 
     def __init__(self, record: Record, outputs: Sequence[Any], reach: Sequence[Any]) -> None:
         self._record, self._outputs = record, outputs
-        self._base = None if record.is_plain else Picture(reach, reads=record.reads)
+        self._base = None if record.is_plain and not record.orders else Picture(reach, reads=record.reads)
         self._new = [self._empty(made) for made in record.made]
         for made, thing in zip(record.made, self._new, strict=True):
             self._fill(made, thing)
@@ -362,6 +369,10 @@ class Replay:
 
     def change(self) -> None:
         """Bring about the changes."""
+        for number, names in self._record.orders:
+            held = held_by(self._base.nodes[number])  # type: ignore[union-attr]
+            if list(held) != names:
+                refill(held, {name: held[name] for name in names})
         for change in self._record.changes:
             thing = self.value(change.old)
             if change.old.is_variable:

@@ -8,11 +8,17 @@ from typing import Any
 from lazymods import _graph
 from lazymods._errors import NOT_TRACEABLE, ShapeInferenceError
 from lazymods._inference import initialize
+from lazymods._optimizer import LazyOptimizer
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
 from lazymods.compile.copies import Copies
 from lazymods.compile.picture import Picture, held_by
 from lazymods.compile.tokens import Kind, kind_of
+
+
+def has_optimizer(call: Binding) -> bool:
+    """Whether a call reaches a ``LazyOptimizer`` without state: its model is sized first, then its state is made."""
+    return any(_graph.is_lazy_node(n) and isinstance(n, LazyOptimizer) for n in Picture(call.reach).nodes)
 
 
 def size(function: Any, arguments: Arguments, call: Binding, attributes: Sequence[tuple[Any, str]]) -> bool:

@@ -3,6 +3,10 @@
 A :class:`Body` runs the function on copies of all that it reaches (:mod:`lazymods.compile.copies`), in which the leaves
 are. So the user's own objects are never touched: other threads may use them, and what fails changes nothing. What the
 function did to the copies is what the program will do to the originals (:mod:`lazymods.compile.records`).
+
+A lazy layer whose copy is called for the first time is the exception: the original is initialized at once, outside of
+the trace, as anywhere. Its parameters become inputs of the program. Where that can't be, since a transform has a copy
+of its own, the trace ends with :class:`NotSizedError`, and all layers are sized before the next one.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lazymods import _compat_jit
+import jax
+
+from lazymods import _compat, _compat_jit, _compat_tracing, _first_call, _graph, _lifecycle
 from lazymods.compile.copies import Copies
 from lazymods.compile.picture import Picture, Reads, held_by, with_inputs
 from lazymods.compile.records import Record, describe
@@ -35,6 +41,75 @@ class Place:
         return id(self.node), self.key
 
 
+class NotSizedError(Exception):
+    """A lazy layer is met that can't be initialized in the middle of the trace (private)."""
+
+
+class Stage:
+    """What a trace does with lazy layers.
+
+    Args:
+        copies: The copies that it runs on.
+
+    Attributes:
+        adopted: Variables and places that were initialized, and their values, constants of the trace.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
+        self._trace = _compat.current_trace()
+        self.adopted: list[tuple[Any, Any]] = []
+
+    def owns(self, layer: Any) -> bool:
+        """Whether a layer is one of the copies."""
+        return self._copies.original(layer) is not layer
+
+    def initialize(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_carried: bool) -> bool:
+        """Initialize the original of a layer, and let the layer be a copy of that.
+
+        Args:
+            layer: The layer.
+            args: The arguments of its first call.
+            kwargs: Its keyword arguments.
+            is_carried: Whether it is the copy that a transform made, and will carry out.
+
+        Returns:
+            False if the layer has no original: the function has made it.
+
+        Raises:
+            NotSizedError: If the trace can't take new inputs, or a transform has a copy of the copy.
+        """
+        original = self._copies.original(layer)
+        if is_carried or (original is not layer and isinstance(self._trace, _compat_tracing.Recorder)):
+            raise NotSizedError
+        if original is layer:
+            return False
+        args, kwargs = _first_call.as_specs((args, kwargs))
+        _graph.LOCAL.stage = None
+        try:
+            with _compat.at_trace(_compat.eval_trace()), _lifecycle.LOCK:
+                if _graph.is_lazy_node(original):
+                    _first_call.finish(original, args, kwargs, keep_class=_first_call.is_carried(original))
+        finally:
+            _graph.LOCAL.stage = self
+        with _compat.at_trace(self._trace):
+            self._adopt(Picture([original]))
+        return True
+
+    def _adopt(self, picture: Picture) -> None:
+        for variable in self._copies.renew(picture):
+            raw = variable.get_raw_value()
+            if isinstance(raw, jax.Array):
+                self.adopted.append((variable, raw))
+                self._copies.give(variable, None, _compat_jit.as_input(raw))
+        for node, key in picture.slots:
+            value = held_by(node)[key]
+            if self._copies.is_renewed(node) and isinstance(value, jax.Array):
+                self.adopted.append((Place(node, key), value))
+                self._copies.give(node, key, _compat_jit.as_input(value))
+        self._copies.begin(picture, renewed=True)
+
+
 class Body:
     """A function and the objects of one call, as a pure function of flat arrays.
 
@@ -50,6 +125,8 @@ class Body:
     Attributes:
         record: After a run: what else it did, see :class:`~lazymods.compile.records.Record`.
         kept: After a run: the numbers of the targets that it can have read; others count for nothing.
+        adopted: After a run: Variables and places that were initialized in it, and their values, constants of the
+            trace. They count as further targets.
         has_read_more: After a run: whether it has read more of objects than any run before.
     """
 
@@ -68,6 +145,7 @@ class Body:
         self.inputs, self.targets = inputs, list(targets)
         self.record: Record | None = None
         self.kept: list[int] = []
+        self.adopted: list[tuple[Any, Any]] = []
         self.has_read_more = False
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
@@ -76,25 +154,30 @@ class Body:
         picture = Picture(self._reach)
         copies = Copies(picture, self._reads)
         for target, value in zip(self.targets, leaves[self.inputs :], strict=True):
-            copy = copies.of(target.node if isinstance(target, Place) else target)
             if isinstance(target, Place):
-                held = held_by(copy)
-                held[target.key] = with_inputs(held[target.key], value)
+                copies.give(target.node, target.key, with_inputs(target.held[target.key], value))
             else:
-                _compat_jit.SET_RAW(copy, value)
+                copies.give(target, None, value)
         copies.begin(picture)
         for owner, name in self._attributes:
             copies.swap(owner, name)
-        with copies.swapped():
-            out = self._call(copies, leaves[: self.inputs])
+        stage, outer = Stage(copies), _graph.LOCAL.stage
+        _graph.LOCAL.stage = stage
+        try:
+            with copies.swapped():
+                out = self._call(copies, leaves[: self.inputs])
+        finally:
+            _graph.LOCAL.stage = outer
+        self.adopted = stage.adopted
         reads = None
         if self._reads is not None:
             version, reads = self._reads.version, self._reads.settle()
             self.has_read_more = reads.version != version
-        base = picture if reads is None else Picture(self._reach, reads=reads)
+        base = picture if reads is None and not self.adopted else Picture(self._reach, reads=reads)
         known = {*map(id, base.variables), *((id(node), key) for node, key in base.slots)}
         self.kept = [n for n, t in enumerate(self.targets) if (t.mark if isinstance(t, Place) else id(t)) in known]
         targets = {n: self.targets[n] for n in self.kept}
+        targets |= enumerate((target for target, _ in self.adopted), len(self.targets))
         self.record, outputs = describe(out, base, copies, targets, reads)
         return outputs
 
