@@ -173,7 +173,7 @@ def _of_object(path: str, kind: Kind, value: Any) -> Iterator[_Part]:
     if kind is Kind.NODE:
         attributes = vars(value)
         for name, is_data in sorted(dict(attributes.get(_compat.NODES, {})).items()):
-            if name not in _PRIVATE and not is_value(attributes.get(name)):  # a number that became an array became data, too
+            if name not in _PRIVATE and not is_value(attributes.get(name)):  # a number may become an array, and data
                 yield _Part(Name("data", name), f"{path}.{name} (is data)", is_data)
 
 
