@@ -67,9 +67,21 @@ def as_input(value: Any) -> Any:
 
 
 class Watch:
-    """What is true of all objects that are watched: ``mark`` is a new object after every write to one of them."""
+    """What is true of all objects that are watched.
+
+    Attributes:
+        mark: A new object after every write to one of them.
+        structures: A new object after every change of more than values that went around flax; ``mark`` then is, too.
+    """
 
     mark: object = object()
+    structures: object = object()
+
+    @classmethod
+    def restructured(cls) -> None:
+        """Note a change of more than values that went around flax."""
+        cls.structures = object()
+        cls.mark = object()
 
 
 class _Watched(type(get_opaque_trace_state(convention="nnx"))):

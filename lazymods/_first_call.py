@@ -168,8 +168,6 @@ def finish(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_cl
     with _compat.at_trace(level):
         blueprint = run_initialize_parameters(layer, args, kwargs)
         _lifecycle.settle(layer, blueprint, keep_class=keep_class)
-    if LOCAL.stage is not None:
-        LOCAL.stage.adopt(layer)
 
 
 def empty_slots(layer: Any) -> list[_graph.Entry]:

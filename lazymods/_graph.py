@@ -26,7 +26,7 @@ _PRIVATE = frozenset((STATE, HOOKS, _compat.STATE, _compat.NODES))
 
 class _Local(threading.local):
     session: Any = None  # the _session.Session whose abstract run this thread is in, if any
-    stage: Any = None  # the objects of the lm.jit function that this thread is tracing, if any
+    updated: Any = None  # where it is noted which LazyOptimizer makes its state for which model, if anywhere
 
 
 LOCAL = _Local()

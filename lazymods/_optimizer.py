@@ -83,9 +83,10 @@ class LazyOptimizer(nnx.Optimizer[Any]):
                     "lm.materialize(model, x) before",
                 )
             )
+        if _graph.LOCAL.updated is not None:
+            _graph.LOCAL.updated.append((self, model))
         keep_class = _first_call.is_carried(self)
-        staged = _graph.LOCAL.stage is not None  # lm.jit brings about what a function does to its objects
-        with _compat.at_trace(_compat.current_trace() if staged else _compat.home_trace(self)):
+        with _compat.at_trace(_compat.home_trace(self)):
             made = nnx.Optimizer(model, self.tx, wrt=self.wrt)
             step = self.step
             names = _compat.data_names(made)

@@ -158,8 +158,6 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
             value = self._given_value(full, value)
         with _compat.at_trace(self.level()):
             self.become(value)
-        if _graph.LOCAL.stage is not None:
-            _graph.LOCAL.stage.adopt(self)
 
     def level(self) -> Any:
         """Return the trace in which the value is made: at once if the keys are concrete, never in an abstract run."""

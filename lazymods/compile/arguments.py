@@ -25,7 +25,8 @@ class Arguments(NamedTuple):
         variables: Variables that are arguments themselves.
         key: How they are arranged, and the static values; hashable.
         statics: Whether some are static.
-        rebuild: Puts other arrays in the same places: ``rebuild(arrays) -> (args, kwargs)``.
+        rebuild: Puts other arrays in the same places: ``rebuild(arrays, of) -> (args, kwargs)``, where ``of`` returns
+            what stands for a value that is no array.
         names: Returns what each array is called in a message.
     """
 
@@ -34,7 +35,7 @@ class Arguments(NamedTuple):
     variables: list[Any]
     key: Hashable
     statics: bool
-    rebuild: Callable[[Sequence[Any]], tuple[tuple[Any, ...], dict[str, Any]]]
+    rebuild: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     names: Callable[[], list[str]]
 
 
@@ -147,13 +148,15 @@ class _Rebuild:
     def __init__(self, leaves: list[Any], treedef: Any, kinds: list[int]) -> None:
         self._leaves, self._treedef, self._kinds = leaves, treedef, kinds
 
-    def __call__(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(
+        self, arrays: Sequence[Any], of: Callable[[Any], Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         waiting = iter(arrays)
-        leaves = [next(waiting) if k == Kind.ARRAY else v for v, k in zip(self._leaves, self._kinds, strict=True)]
+        leaves = [next(waiting) if k == Kind.ARRAY else of(v) for v, k in zip(self._leaves, self._kinds, strict=True)]
         args, kwargs = self._treedef.unflatten(leaves)
         return (
-            tuple(a.value if type(a) is _Static else a for a in args),
-            {k: v.value if type(v) is _Static else v for k, v in kwargs.items()},
+            tuple(of(a.value) if type(a) is _Static else a for a in args),
+            {k: of(v.value) if type(v) is _Static else v for k, v in kwargs.items()},
         )
 
     def names(self) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _POINTER = tuple.__itemsize__
+_HEAP = 1 << 9  # Py_TPFLAGS_HEAPTYPE: classes that Python code has made
 
 
 @functools.lru_cache(maxsize=4096)
@@ -35,6 +36,12 @@ def has_hidden_state(cls: type) -> bool:
     return cls.__itemsize__ != 0 or cls.__basicsize__ > object.__basicsize__ + pointers * _POINTER
 
 
+def new_object(cls: type) -> Any:
+    """Return an object of a class without running its constructor or its own ``__new__``."""
+    base: Any = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP)
+    return base.__new__(cls)
+
+
 class Attributes(dict[str, Any]):
     """What the slots and attributes of an object hold; :meth:`clear` and :meth:`update` are done to the object too.
 
@@ -44,7 +51,8 @@ class Attributes(dict[str, Any]):
 
     def __init__(self, thing: Any) -> None:
         self._thing, self._slots = thing, slots_of(type(thing))
-        self._attributes: dict[str, Any] = getattr(thing, "__dict__", {})
+        whole = type(thing).__dictoffset__
+        self._attributes: dict[str, Any] = object.__getattribute__(thing, "__dict__") if whole else {}
         for name, slot in self._slots.items():
             try:
                 super().__setitem__(name, slot.__get__(thing))
@@ -58,6 +66,14 @@ class Attributes(dict[str, Any]):
             self._slots[name].__delete__(self._thing)
         self._attributes.clear()
         super().clear()
+
+    def remove(self, name: str) -> None:
+        """Empty a slot, or delete an attribute."""
+        if name in self._slots:
+            self._slots[name].__delete__(self._thing)
+        else:
+            del self._attributes[name]
+        del self[name]
 
     def update(self, contents: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Let slots and attributes hold these values, also those of a frozen dataclass."""

@@ -7,7 +7,7 @@ part of the structure.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from lazymods.compile.captures import Captured
 from lazymods.compile.guards import Graph, graph_of
 from lazymods.compile.picture import Picture
 from lazymods.compile.program import signature_of
-from lazymods.compile.trace import Place
+from lazymods.compile.trace import Place, mark_of
 
 
 class Binding:
@@ -38,6 +38,8 @@ class Binding:
         values: All values; a value that is shared is in it more than once.
         constants: Arrays that the function reaches as they are.
         captured: What the function reached besides its arguments.
+        roots: nnx objects, in the order of their values.
+        loose: Variables that no nnx object holds.
         is_simple: Whether all values but the arguments are those of Variables, each in one nnx object.
     """
 
@@ -70,16 +72,16 @@ class Binding:
         self.constants = captured.arrays
         self.captured = captured
         self._given = (arguments.key, captured.key)
-        self._loose = loose
+        self.loose = loose
 
     @property
     def key(self) -> Hashable:
         """The structure of everything, hashable."""
-        return (*self._given, tuple(g.key for g in self.graphs), Picture(self._loose).key, self._shared)
+        return (*self._given, tuple(g.key for g in self.graphs), Picture(self.loose).key, self._shared)
 
     def quick_key(self, arguments: Arguments) -> Hashable:
         """Return what tells calls of the very same models apart, cheaper than :attr:`key`; None if nothing does."""
-        if self._loose or self.lazy or not self.executing or len(set(self.names)) != len(self.names):
+        if self.loose or self.lazy or not self.executing or len(set(self.names)) != len(self.names):
             return None
         return (*self._given, self.names, tuple(map(kind_of_input, arguments.arrays)))
 
@@ -91,7 +93,7 @@ class Binding:
         self.targets: list[Any] = []
         self.places: list[int] = list(range(self.inputs))
         for number, target in enumerate(targets):
-            mark = _mark(target)
+            mark = mark_of(target)
             if mark in first:
                 shared.append((number, first[mark]))
                 continue
@@ -129,24 +131,14 @@ class Binding:
         """Return what else a program depends on: shapes, dtypes, shardings in types, and the settings of JAX."""
         return signature_of(self.leaves)
 
-    def numbers_of(self, targets: Sequence[Any]) -> list[int]:
+    def numbers_of(self, targets: Mapping[int, Any]) -> dict[int, int]:
         """Return which of this call's targets some Variables and places are."""
-        known = {_mark(t): n for n, t in enumerate(self.targets)}
-        return [known[_mark(t)] for t in targets]
+        known = {mark_of(t): n for n, t in enumerate(self.targets)}
+        return {number: known[mark_of(t)] for number, t in targets.items()}
 
 
 def kind_of_input(value: Any) -> Hashable:
     """Return the shape and dtype of an input, for arrays cheaper than ``jax.typeof``."""
-    return value.aval if type(value) is _compat_jit.ARRAY else (type(value), np.shape(value), np.result_type(value))
-
-
-def _mark(target: Any) -> Any:
-    return (id(target.held), target.key) if isinstance(target, Place) else id(target)
-
-
-def write(target: Any, value: Any) -> None:
-    """Let a Variable or place hold a value."""
-    if isinstance(target, Place):
-        target.held[target.key] = value
-    else:
-        _compat_jit.SET_RAW(target, value)
+    if type(value) is _compat_jit.ARRAY:
+        return value.aval
+    return type(value), jax.typeof(value)

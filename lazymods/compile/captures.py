@@ -8,18 +8,15 @@ alone in a closure or global are constants of the trace, as they are for ``jax.j
 from __future__ import annotations
 
 import functools
-import sys
 import types
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from lazymods.compile.picture import held_by
+from lazymods.compile.copies import global_names, is_library
+from lazymods.compile.picture import Reads, held_by
 from lazymods.compile.tokens import Kind, Same, kind_of, token
 
-_LIBRARIES = sys.stdlib_module_names | {
-    "jax", "jaxlib", "flax", "optax", "numpy", "lazymods", "orbax", "chex", "einops", "torch", "scipy", "sklearn",
-}  # fmt: skip
 _MISSING = object()
 
 
@@ -33,6 +30,7 @@ class Captured(NamedTuple):
         key: Everything else about them, hashable.
         arrays: Arrays, which are constants of a trace.
         found: What each place holds where the function finds something.
+        has_objects: Whether there are objects of other classes than Flax's and Python's among what it reaches.
     """
 
     roots: list[Any]
@@ -41,6 +39,7 @@ class Captured(NamedTuple):
     key: Hashable
     arrays: list[Any]
     found: list[Any]
+    has_objects: bool = False
 
 
 class _Cell(NamedTuple):
@@ -121,13 +120,15 @@ class Captures:
 
     Args:
         function: Any callable.
+        reads: What it has read of objects; what it has not read does not count.
 
     Attributes:
         sources: The places where it finds something.
         fixed: What it reaches at any time, if that is nothing but nnx objects that it holds itself; else None.
     """
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, reads: Reads) -> None:
+        self._reads = reads
         self.sources: list[Any] = []
         self._functions: set[int] = set()
         self._seen: set[Any] = set()
@@ -142,8 +143,18 @@ class Captures:
         """Return what sees whether the function reaches what was read; None if it never reaches anything."""
         return Glance(self, was) if self.sources else None
 
-    def read(self) -> Captured:
-        """Return what the function reaches now."""
+    def attributes(self) -> list[tuple[Any, str]]:
+        """Return the attributes of modules and classes by which the function finds something."""
+        return [(s.owner, s.name) for s in self.sources if type(s) is _Attribute]
+
+    def read(self, *, whole: bool = False) -> Captured:
+        """Return what the function reaches now.
+
+        Args:
+            whole: Whether what it has not read of objects counts as well.
+        """
+        reads = None if whole else self._reads
+        has_objects = False
         if self.fixed is not None:
             return self.fixed
         roots: list[Any] = []
@@ -164,7 +175,7 @@ class Captures:
                 arrays.append(value)
                 tokens.append(token(value))
             else:
-                found = _Reader()
+                found = _Reader(reads)
                 if _holds_model(value, set(), 0):
                     found.visit(value)
                     values.append(value)
@@ -173,8 +184,11 @@ class Captures:
                 arrays += found.arrays
                 roots += found.roots
                 variables += found.variables
+                has_objects = has_objects or found.has_objects
                 tokens.append(tuple(found.tokens))
-        return Captured(roots, variables, values, tuple(tokens), arrays, everything)
+        if has_objects:
+            tokens.append(self._reads.version)
+        return Captured(roots, variables, values, tuple(tokens), arrays, everything, has_objects)
 
     def _follow(self, function: Any) -> None:
         """Add what a callable reaches, and what the functions reach that it reaches."""
@@ -203,7 +217,7 @@ class Captures:
             self._add(_Cell(cell), _Cell(cell).value())
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add(_Fixed(value), value)
-        names = set(_global_names(function.__code__))
+        names = set(global_names(function.__code__))
         for name in sorted(names & function.__globals__.keys()):
             value = function.__globals__[name]
             self._add(_Global(function.__globals__, name), value)
@@ -226,13 +240,6 @@ class Captures:
             self.sources.append(source)
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
-
-
 def _is_own(function: Any) -> bool:
     """Whether a function is the user's, not a library's: those don't reach the user's models by name."""
     while isinstance(function, (types.MethodType, functools.partial)):
@@ -242,7 +249,7 @@ def _is_own(function: Any) -> bool:
             return True
         function = function.__func__ if isinstance(function, types.MethodType) else function.func
     home = function.__name__ if isinstance(function, types.ModuleType) else getattr(function, "__module__", None)
-    return (home or "").partition(".")[0] not in _LIBRARIES
+    return not is_library(home)
 
 
 def _parts(value: Any, kind: Kind) -> Any:
@@ -269,7 +276,9 @@ def _holds_model(value: Any, seen: set[int], depth: int) -> bool:
 class _Reader:
     """Reads a container down to the nnx objects in it, which have guards of their own."""
 
-    def __init__(self) -> None:
+    def __init__(self, reads: Reads | None) -> None:
+        self._reads = reads
+        self.has_objects = False
         self.roots: list[Any] = []
         self.variables: list[Any] = []
         self.arrays: list[Any] = []
@@ -292,8 +301,14 @@ class _Reader:
             self.tokens.append(self._seen[id(value)])
         else:
             self._seen[id(value)] = len(self._seen)
-            parts = list(_parts(value, kind))
-            self.tokens.append((type(value), _names_in(value, kind), len(parts)))
+            parts, names = list(_parts(value, kind)), _names_in(value, kind)
+            if kind is Kind.OBJECT:
+                self.has_objects = True
+                read = None if self._reads is None else self._reads.of(type(value))
+                if read is not None:
+                    items = [(name, v) for name, v in held_by(value, kind).items() if name in read]
+                    names, parts = tuple(name for name, _ in items), [v for _, v in items]
+            self.tokens.append((type(value), names, len(parts)))
             for part in parts:
                 self.visit(part)
 

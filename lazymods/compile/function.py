@@ -1,7 +1,8 @@
 """``lm.jit``: how a call runs.
 
-The first call at a structure traces the function on the user's own objects (``trace``), compiles it (``program``) and
-keeps the program in the function's cache. Every call then:
+The first call at a structure traces the function on copies of the user's objects (``copies``, ``trace``), compiles it
+(``program``) and keeps the program in the function's cache. If a model is lazy, it is sized before by a run without
+values (``sizing``), so that there is one trace and one compilation. Every call then:
 
 1. takes the arguments apart (``arguments``) and reads what the function reaches besides (``captures``);
 2. asks each model's guard whether it is as it was, and for its values (``guards``);
@@ -15,50 +16,65 @@ looks for another program or makes one.
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import gc
+import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
+import numpy as np
 from flax import nnx
-from flax.errors import TraceContextError
 
 from lazymods import _compat_jit
-from lazymods._errors import NOT_TRACEABLE, LazyError, Problem, UninitializedError, describe
-from lazymods._inference import initialize
+from lazymods._errors import NOT_TRACEABLE, LazyError, Problem, describe
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
-from lazymods.compile.binding import Binding, kind_of_input, write
-from lazymods.compile.branching import BranchingProgram
+from lazymods.compile.binding import Binding, kind_of_input
+from lazymods.compile.branching import BranchingProgram, MoreReadError
 from lazymods.compile.cache import Cache, CacheInfo
 from lazymods.compile.captures import Captures
+from lazymods.compile.copies import Copies
 from lazymods.compile.explain import Situation, note_path, note_trace, structure_of
 from lazymods.compile.metrics import COUNTS
-from lazymods.compile.picture import Picture
+from lazymods.compile.picture import Picture, Reads
 from lazymods.compile.plan import Hot, Plan, hot_call
 from lazymods.compile.program import OtherSignatureError, Program, compile_body
 from lazymods.compile.records import Record, Replay
-from lazymods.compile.trace import LOCK, STAGES, Body, Place
+from lazymods.compile.sizing import size
+from lazymods.compile.trace import Body, Place, write
 
 _KEPT_SITUATIONS = 16  # for lm.explain()
 _TRACE, _EVAL = _compat_jit.TRACE, _compat_jit.EVAL
 
 
-class _DecidesError(Exception):
-    """The first call of a lazy model decides on values: it is done in plain Python (private)."""
+class HiddenModelError(LazyError):
+    """A model that a function reaches in a way of its own, which can be no input of its program."""
+
+
+HiddenModelError.__module__ = "lazymods"
 
 
 class JitFunction:
     """A function compiled by :func:`lazymods.jit`."""
 
-    def __init__(self, function: Any, donate_state: bool, static_argnames: tuple[str, ...], max_paths: int) -> None:
+    is_jit = True  # for whoever has to know, without importing this file
+
+    def __init__(
+        self, function: Any, donate_state: bool, static_argnames: tuple[str, ...], max_paths: int, check: bool = False
+    ) -> None:
         self._function = function
+        self._options = (donate_state, static_argnames, max_paths, check)
         self._donate, self.max_paths = donate_state, max_paths
+        self._check = check
+        self._reads = Reads()
         self._splitter = Splitter(function, static_argnames)
-        self._captures = Captures(function)
+        self._captures = Captures(function, self._reads)
+        self._lock = threading.RLock()  # one trace at a time
         self._cache = Cache(self._forget)
         self._plans: dict[Any, Plan] = {}
         self._hot: Hot | None = None
@@ -66,6 +82,22 @@ class JitFunction:
         self._situations: collections.deque[Situation] = collections.deque(maxlen=_KEPT_SITUATIONS)
         functools.update_wrapper(self, function if hasattr(function, "__name__") else type(function))
         self.__wrapped__ = function
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JitFunction:
+        """Copy the function, with the object whose method it is; the copy compiles anew."""
+        return JitFunction(copy.deepcopy(self._function, memo), *self._options)
+
+    def __copy__(self) -> JitFunction:
+        """Return a function that does the same, and compiles anew."""
+        return JitFunction(self._function, *self._options)
+
+    def __reduce__(self) -> Any:
+        """Pickle by name what a module holds by name, else by the function."""
+        module, name = getattr(self, "__module__", None), self.name
+        found: Any = sys.modules.get(module or "")
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return name if found is self else (JitFunction, (self._function, *self._options))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Be a method of the class that it is defined in."""
@@ -93,7 +125,6 @@ class JitFunction:
         given = (*args, *kwargs.values()) if kwargs else args
         if [*map(type, given)] != hot.types or ((kwargs or hot.keywords) and tuple(kwargs) != hot.keywords):
             return self._call(args, kwargs)
-        stages = STAGES.number
         values = [*given[hot.arrays]] if type(hot.arrays) is slice else hot.gather(given)
         if values is None or (hot.signature is not None and [*map(kind_of_input, values)] != hot.signature):
             return self._call(args, kwargs)
@@ -112,8 +143,6 @@ class JitFunction:
                 return self._call(args, kwargs)
             values += held
             variables = graph.variables if variables is None else variables + graph.variables
-        if stages != STAGES.number or stages & 1:  # another thread is tracing with these objects, perhaps
-            return self._call(args, kwargs)
         try:
             make_body = functools.partial(self._body_of, args, kwargs) if hot.plan.branches else None
             record, out = hot.plan.run(values, variables, make_body)
@@ -131,35 +160,66 @@ class JitFunction:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self._function(*args, **kwargs)
         arguments = self._splitter.split(args, kwargs)
+        if _TRACE.value is not _EVAL:
+            return self._call_inside(arguments, args, kwargs)
+        while True:
+            try:
+                return self._call_outside(arguments, args, kwargs)
+            except MoreReadError:
+                continue
+
+    def _call_outside(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call around which no trace is running."""
         before: Snapshot | None = None
         try:
-            with LOCK:
+            with self._lock:
                 call = self._bind(arguments)
                 if call.lazy:
-                    if not call.executing:
-                        return self._function(*args, **kwargs)
                     before = Snapshot(*call.reach)
-                try:
-                    plan, call = self._plan(arguments, call)
-                except _DecidesError:
-                    return self._function(*args, **kwargs)
-                self._hot = hot_call(args, kwargs, arguments, call, plan, self._captures) if call.executing else None
+                    if not size(self._function, arguments, call, self._captures.attributes()):
+                        return self._function(*args, **kwargs)  # it decides on values, which nobody has yet
+                    call = self._bind(arguments)
+                plan, call = self._plan(arguments, call)
+                self._hot = hot_call(args, kwargs, arguments, call, plan, self._captures)
                 if self._hot is not None and self._has_signatures:
                     self._hot.signature = [*map(kind_of_input, arguments.arrays)]
+            if plan.branches and plan.program.is_hopeless:
+                return self._function(*args, **kwargs)
             try:
                 record, outputs = self._run(plan, call, arguments)
             except OtherSignatureError:
-                with LOCK:
+                with self._lock:
                     plan, call = self._plan(arguments, call, exactly=True)
                 record, outputs = self._run(plan, call, arguments)
+            except HiddenModelError:
+                if not plan.branches:
+                    raise
+                plan.program.is_hopeless, self._hot = True, None
+                return self._function(*args, **kwargs)
             return self._replay(record, outputs, call, plan)
         except BaseException:
             if before is not None:
                 before.restore()
             raise
 
-    def _bind(self, arguments: Arguments) -> Binding:
-        return Binding(arguments, self._captures.read(), _compat_jit.TRACE.value is _compat_jit.EVAL)
+    def _call_inside(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call in a trace that is running: as one operation of it, or by the function's Python if that decides."""
+        try:
+            with self._lock:
+                call = self._bind(arguments)
+                if call.lazy:
+                    return self._function(*args, **kwargs)
+                plan, call = self._plan(arguments, call)
+        except NOT_TRACEABLE:
+            return self._function(*args, **kwargs)
+        if plan.branches:
+            return self._function(*args, **kwargs)
+        record, outputs = self._run(plan, call, arguments)
+        return self._replay(record, outputs, call, plan)
+
+    def _bind(self, arguments: Arguments, *, whole: bool = False) -> Binding:
+        captured = self._captures.read(whole=whole)
+        return Binding(arguments, captured, _TRACE.value is _EVAL)
 
     def _plan(self, arguments: Arguments, call: Binding, exactly: bool = False) -> tuple[Plan, Binding]:
         """Find a program for a call, or make one; making it may initialize layers, so the call may be another then."""
@@ -169,7 +229,7 @@ class JitFunction:
             self._cache.touch(plan.program)
             return plan, call
         key = (call.key, call.signature())
-        program = None if call.lazy else self._cache.get(key)
+        program = self._cache.get(key)
         if program is None:
             self._note(arguments, call)
             program, call = self._make_any(arguments, call)
@@ -194,61 +254,56 @@ class JitFunction:
         """Trace the function for a call and make its program.
 
         Returns:
-            The program, and the call: anew, if layers were initialized.
+            The program, and the call without what the function has not read.
         """
-        body = self._body(arguments, call)
-        program = compile_body(body, call.leaves, donate=self._donate and call.executing)
-        _check_constants(self.name, program, call)
-        if call.lazy:
+        whole = self._bind(arguments, whole=True) if call.captured.has_objects else call
+        body = self._body(arguments, whole)
+        program = compile_body(body, whole.leaves, donate=self._donate and call.executing)
+        check_constants(self.name, program.tape.closed.consts, whole.constants)
+        if whole is not call:
             call = self._bind(arguments)
-        program.at = call.numbers_of([*body.targets, *(target for target, _ in body.adopted)])
+        program.at = call.numbers_of({target: body.targets[target] for target in program.takes})
         return program, call
+
+    def trace_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, list[Any], int]:
+        """Trace the function and leave everything as it was; a lazy model stays lazy.
+
+        Returns:
+            The program, its leaves, and how many of them are arguments.
+        """
+        with self._lock:
+            arguments, call = self.bind(args, kwargs)
+            before = Snapshot(*call.reach) if call.lazy else None
+            try:
+                if call.lazy and size(self._function, arguments, call, self._captures.attributes()):
+                    call = self._bind(arguments)
+                program, call = self.make(arguments, call)
+                leaves = [call.leaves[n] for n in program.leaf_numbers(call.inputs)]
+                return program, leaves, call.inputs
+            finally:
+                if before is not None:
+                    before.restore()
 
     def _make_any(self, arguments: Arguments, call: Binding) -> tuple[Any, Binding]:
         """Do what :meth:`make` does; where Python decides on values, the program has a path for each decision."""
         try:
             return self.make(arguments, call)
-        except NOT_TRACEABLE as error:
+        except NOT_TRACEABLE:
             if not call.executing:
                 raise
-            if call.lazy:
-                raise _DecidesError from error
-        except (UninitializedError, ValueError, TraceContextError) as error:
-            in_transform = isinstance(error, UninitializedError) or _compat_jit.is_of_another_trace(error)
-            if not (call.lazy and call.executing and in_transform):
-                raise
-            return self._make_any(arguments, self._sized(arguments, call, error))
-        program = BranchingProgram(call.leaves, len(call.targets), self.max_paths, self.name, self._note_path)
-        program.at = call.numbers_of(call.targets)
+        call = self._bind(arguments)
+        check = functools.partial(check_constants, self.name, known=call.constants)
+        program = BranchingProgram(call.leaves, len(call.targets), self.max_paths, self.name, self._note_path, check)
+        program.at = call.numbers_of(dict(enumerate(call.targets)))
         return program, call
 
-    def _sized(self, arguments: Arguments, call: Binding, error: Exception) -> Binding:
-        """Initialize lazy layers that are first called inside ``nnx.grad`` and the like, as ``materialize`` does.
-
-        Returns:
-            The call anew.
-
-        Raises:
-            UninitializedError: If there are lazy layers that it can't initialize.
-        """
-        got = "a lazy model inside nnx.grad or another transform of NNX, closed over"
-        if any(graph.lazy for graph in call.graphs[: len(arguments.roots)]):
-            args, kwargs = arguments.rebuild(arguments.arrays)
-            initialize(self._function, args, kwargs)
-            again = self._bind(arguments)
-            if again.key != call.key:
-                return again
-            got = "a lazy model inside nnx.grad or another transform of NNX, with layers that the call does not reach"
-        needed = "a model that is ready, or as an argument, to be sized before"
-        write = "lm.materialize(model, x) before, or model(x) once outside of the transform"
-        raise UninitializedError(Problem(self.name, got, needed, write)) from error
-
     def _body(self, arguments: Arguments, call: Binding) -> Body:
-        def run(arrays: Sequence[Any]) -> Any:
-            args, kwargs = arguments.rebuild(arrays)
-            return self._function(*args, **kwargs)
+        def run(copies: Copies, arrays: Sequence[Any]) -> Any:
+            args, kwargs = arguments.rebuild(arrays, copies.of)
+            return copies.of(self._function)(*args, **kwargs)
 
-        return Body(run, call.reach, call.inputs, call.targets, call.impls)
+        reads = self._reads if call.captured.has_objects else None
+        return Body(run, call.reach, call.inputs, call.targets, call.impls, reads, self._captures.attributes())
 
     def _body_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Body:
         return self._body(*self.bind(args, kwargs))
@@ -309,13 +364,22 @@ class JitFunction:
         self._situations.append(now)
 
 
-def _check_constants(name: str, program: Program, call: Binding) -> None:
-    """Refuse a program that has the value of a Variable for a constant: it would not see the Variable change."""
-    known = set(map(id, call.constants))
-    hidden = [c for c in program.tape.closed.consts if isinstance(c, jax.Array) and id(c) not in known]
+def check_constants(name: str, constants: Sequence[Any], known: Sequence[Any]) -> None:
+    """Refuse a program that has the value of a Variable for a constant: it would not see the Variable change.
+
+    Args:
+        name: What errors call the function.
+        constants: The constants of the program.
+        known: Arrays that the function reaches as they are, which are part of the key of the program.
+
+    Raises:
+        HiddenModelError: If one is the value of a Variable that the function finds in a way of its own.
+    """
+    ids = set(map(id, known))
+    hidden = [c for c in constants if isinstance(c, (jax.Array, np.ndarray)) and id(c) not in ids]
     found = [v for v in gc.get_referrers(*hidden) if isinstance(v, nnx.Variable)] if hidden else []
     if found:
-        raise LazyError(
+        raise HiddenModelError(
             *(
                 Problem(
                     f"{name}: {type(v).__name__}",

@@ -8,6 +8,8 @@ model. Each call asks :meth:`Graph.read`, which is sound in two steps:
 - Deletions, and writes that go around Flax, show in a comparison of each object's contents with a copy. It runs in C,
   and takes an identical value to be equal without asking it: 7 ns an attribute. What it misses is a value that is
   written around Flax (``vars(module)[name] = ...``) and equals the one before, such as ``True`` in place of ``1``.
+- What a program changes besides values goes around Flax as well. After such a call no graph is taken to be right, and
+  each is made anew when it is asked (``Watch.structures``).
 - Dicts, lists, sets and objects that are not Flax's are compared by identity each time.
 """
 
@@ -26,6 +28,7 @@ from lazymods.compile.picture import Picture, held_by, input_of, slot_shape
 from lazymods.compile.tokens import Kind, kind_of, token
 
 _numbers = itertools.count()
+_ATTEMPTS = 100  # so often is an object read that another thread changes meanwhile
 _BUILTIN = frozenset((dict, list, set, collections.deque, bytearray))  # classes whose objects keep them
 _attributes = object.__getattribute__  # vars() would ask the class: nnx.Optimizer has a slow __getattribute__
 
@@ -71,6 +74,7 @@ class Graph:
         "_own",
         "_root_class",
         "_slot_shapes",
+        "_structures",
         "_trusted",
         "_variable_classes",
         "key",
@@ -82,7 +86,7 @@ class Graph:
     )  # fmt: skip
 
     def __init__(self, root: Any, keep: bool = True) -> None:
-        self._mark = _compat_jit.Watch.mark
+        self._mark, self._structures = _compat_jit.Watch.mark, _compat_jit.Watch.structures
         picture = Picture([root])
         self.name = next(_numbers)
         self.key = picture.key
@@ -151,6 +155,8 @@ class Graph:
         """
         mark = _compat_jit.Watch.mark
         if self._mark is not mark:
+            if self._structures is not _compat_jit.Watch.structures:
+                return None
             if not self._is_same(root):
                 return None
             self._mark = mark
@@ -199,8 +205,8 @@ class Graph:
         return self._nodes
 
     def writers(self, root: Any) -> Iterator[tuple[Any, Any]]:
-        """Return where each slot's value is: the dict or list, and the key."""
-        return ((held_by(root if node is None else node), key) for node, key in self.slots)
+        """Return where each slot's value is: the object, dict or list, and the key."""
+        return ((root if node is None else node, key) for node, key in self.slots)
 
 
 def _equals_itself_only(value: Any) -> bool:
@@ -242,8 +248,14 @@ def graph_of(root: Any, *, keep: bool = True) -> tuple[Graph, list[Any]]:
     values = None if kept is None else kept.read(root)
     if kept is not None and values is not None:
         return kept, values
-    graph = Graph(root, keep)
-    values = graph.read(root)
-    if values is None:
-        raise RuntimeError(f"{type(root).__name__} changes while it is read")
-    return graph, values
+    for _ in range(_ATTEMPTS):
+        try:
+            graph = Graph(root, keep)
+            values = graph.read(root)
+        except RuntimeError as error:  # a dict or set has changed its size: another thread is at work on it
+            if "during iteration" not in str(error):
+                raise
+            continue
+        if values is not None:
+            return graph, values
+    raise RuntimeError(f"{type(root).__name__} changes while it is read")

@@ -8,11 +8,9 @@ from typing import Any
 
 import jax
 
-from lazymods._snapshot import Snapshot
 from lazymods.compile.dot import dot
 from lazymods.compile.function import JitFunction, jit
 from lazymods.compile.program import Program
-from lazymods.compile.trace import LOCK
 
 
 class Lowered:
@@ -94,13 +92,4 @@ def trace_only(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
         The program, its leaves, and how many of them are arguments.
     """
     function = fn if isinstance(fn, JitFunction) else jit(fn)
-    with LOCK:
-        arguments, call = function.bind(args, kwargs)
-        before = Snapshot(*call.reach) if call.lazy else None
-        try:
-            program, call = function.make(arguments, call)
-            leaves = [call.leaves[n] for n in program.leaf_numbers(call.inputs)]
-            return program, leaves, call.inputs
-        finally:
-            if before is not None:
-                before.restore()
+    return function.trace_only(args, kwargs)

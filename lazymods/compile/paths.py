@@ -90,6 +90,7 @@ def _raw(value: Any) -> Any:
     return value
 
 
+_ARRAY = tracing.array_type()
 _CONVERT = {"bool": bool, "int": int}  # all that Python gets of a value; it gets the rest whole
 
 
@@ -102,6 +103,7 @@ class Paths:
             the same operations, and the same questions, for the same answers.
         max_paths: How many paths from start to end there may be.
         name: What errors call the function.
+        check: Called with the arrays that a new path has for constants; what it raises ends the call.
 
     One ``Paths`` serves arguments of the same number, shapes, dtypes and weak types; this is not checked on a call.
 
@@ -120,8 +122,14 @@ class Paths:
         2
     """
 
-    def __init__(self, body: Body, max_paths: int = 16, name: str = "the function") -> None:
-        self._body = body
+    def __init__(
+        self,
+        body: Body,
+        max_paths: int = 16,
+        name: str = "the function",
+        check: Callable[[Sequence[Any]], None] | None = None,
+    ) -> None:
+        self._body, self._check = body, check
         self._max_paths = max_paths
         self._name = name
         self._root: _Segment | None = None
@@ -144,7 +152,8 @@ class Paths:
         Raises:
             LazyError: A path that is not known yet would be one more than ``max_paths``; nothing has changed.
         """
-        values = list(leaves)
+        # a number among the leaves is an input as well: as what it is in an operation, an array of weak type
+        values = [v if type(v) is _ARRAY else tracing.executed(v) for v in leaves]
         trail: list[tuple[_Segment, Any, Any]] = []
         segment = self._root
         while segment is not None:
@@ -161,7 +170,7 @@ class Paths:
             raise self._too_many()
         known = len(trail)
         recording = _Recording(values, arguments, trail, self._name)
-        results, rest = recording.run(self._body)
+        results, rest = recording.run(self._body, self._check)
         trail = recording.trail
         with self._lock:
             last = recording.end
@@ -206,10 +215,11 @@ class _Recording:
         self._places: dict[Cell, int] = {}  # where in ``values`` the value of a cell is
         self._answers: dict[tuple[Cell, Any], Any] = {}
         self._pending: list[Node] = []
+        self._constants: list[Any] = []
         self._trace = tracing.Recorder(self)
 
-    def run(self, body: Body) -> tuple[list[Any], Any]:
-        """Run the function and finish the last segment."""
+    def run(self, body: Body, check: Callable[[Sequence[Any]], None] | None) -> tuple[list[Any], Any]:
+        """Run the function, let its constants be checked, and finish the last segment."""
         arguments = []
         for i, value in enumerate(self.values[: self._arguments]):
             cell = Cell(tracing.aval_of(value), value=value)
@@ -220,6 +230,8 @@ class _Recording:
                 results, rest = body(arguments)
             del arguments
             cells = [r.cell if self._is_own(r) else None for r in results]
+            if check is not None:
+                check([*self._constants, *(r for r, c in zip(results, cells, strict=True) if c is None)])
             self._segment(self.end, [c for c in cells if c is not None])
             places = [self._end(result, cell) for result, cell in zip(results, cells, strict=True)]
         finally:
@@ -267,6 +279,7 @@ class _Recording:
         return tracing.Recorded(self._trace, cell.aval, cell)
 
     def _fixed(self, value: Any) -> Cell:
+        self._constants.append(value)
         return Cell(tracing.aval_of(value), value=tracing.owned(value))
 
     def _follow(self, cell: Cell, convert: Callable[[Any], Any]) -> Any:

@@ -24,6 +24,41 @@ from lazymods.compile.attributes import Attributes, has_hidden_state, slots_of
 from lazymods.compile.tokens import Kind, Same, kind_of, token
 
 _HIDDEN = _compat.STATE  # flax's record of the trace in which an object was born
+_attributes = object.__getattribute__  # classes may answer for vars() themselves
+_WHOLE = "__dict__"  # whoever reads this reads everything
+
+
+class Reads:
+    """Which attributes of objects of the user's own classes a function has read, in all its traces.
+
+    It only grows. A class of which nothing is known is looked at as a whole.
+
+    Attributes:
+        version: How often it has grown: what was found out at another version is not known to hold.
+    """
+
+    __slots__ = ("_names", "_size", "version")
+
+    def __init__(self, names: dict[type, set[str]] | None = None, version: int = 0) -> None:
+        self._names = names or {}
+        self._size = -1
+        self.version = version
+
+    def begin(self, cls: type) -> set[str]:
+        """Return the set to which the names are added that are read of objects of a class."""
+        return self._names.setdefault(cls, set())
+
+    def settle(self) -> Reads:
+        """After a trace, return what has been read until now, as it will stay; see whether that is more than before."""
+        size = sum(map(len, self._names.values())) + len(self._names)
+        self.version += size != self._size
+        self._size = size
+        return Reads({cls: set(names) for cls, names in self._names.items()}, self.version)
+
+    def of(self, cls: type) -> set[str] | None:
+        """Return the names that were read of objects of a class; None: all may have been."""
+        names = self._names.get(cls)
+        return None if names is None or _WHOLE in names else names
 
 
 class Picture:
@@ -32,6 +67,7 @@ class Picture:
     Args:
         roots: Where to start.
         static: Whether the roots are part of a program by value, with every array in them.
+        reads: Leave out what was not read of objects of the user's own classes.
 
     Attributes:
         nodes: Everything that can change, in the order in which it was met; no object twice.
@@ -45,7 +81,7 @@ class Picture:
         lazy: Whether a layer or a parameter is uninitialized.
     """
 
-    def __init__(self, roots: Iterable[Any], static: bool = False) -> None:
+    def __init__(self, roots: Iterable[Any], static: bool = False, reads: Reads | None = None) -> None:
         self.nodes: list[Any] = []
         self.contents: list[Any] = []
         self.classes: list[type] = []
@@ -57,6 +93,7 @@ class Picture:
         self.lazy = False
         self._in_state = 0
         self._static = static
+        self._reads = reads
         self._fixed = static  # whether an array is part of the structure
         self._numbers: dict[int, int] = {}
         for number, root in enumerate(roots):
@@ -119,7 +156,7 @@ class Picture:
         number = self._numbers[id(node)] = len(self.nodes)
         self.nodes.append(node)
         self.classes.append(type(node))
-        self.contents.append(contents_of(node, kind))
+        self.contents.append(contents_of(node, kind, self._reads))
         self._emit((type(node), len(self.contents[number])), path)
         if kind is not Kind.OBJECT:
             self._visit_attributes(node, path)
@@ -172,12 +209,14 @@ def held_by(node: Any, kind: Kind | None = None) -> Any:
     kind = kind_of(node) if kind is None else kind
     if kind is Kind.OBJECT and slots_of(type(node)):
         return Attributes(node)
-    return vars(node) if kind in (Kind.NODE, Kind.OBJECT) else node
+    return _attributes(node, "__dict__") if kind in (Kind.NODE, Kind.OBJECT) else node
 
 
-def contents_of(node: Any, kind: Kind | None = None) -> Any:
-    """Return a copy of what a node holds, as a plain dict, list or set."""
+def contents_of(node: Any, kind: Kind | None = None, reads: Reads | None = None) -> Any:
+    """Return a copy of what a node holds, as a plain dict, list or set; of an object what was read of it."""
     kind = kind_of(node) if kind is None else kind
+    if kind is Kind.OBJECT and reads is not None and (names := reads.of(type(node))) is not None:
+        return {name: value for name, value in held_by(node, kind).items() if name in names}
     if kind in (Kind.NODE, Kind.OBJECT, Kind.DICT):
         return dict(held_by(node, kind))
     return set(node) if kind is Kind.SET else list(node)

@@ -153,6 +153,8 @@ def hot_call(
     """Return how to take the short way for calls like this one; None if there is none."""
     if arguments.variables or arguments.statics or not call.is_simple or not plan.program.can_be_kept:
         return None
+    if plan.branches and plan.program.is_hopeless:
+        return None
     given = (*args, *kwargs.values())
     whole = sum(kind_of_type(type(value)) is Kind.NODE for value in given)
     if whole != len(arguments.roots):  # some are inside pytrees

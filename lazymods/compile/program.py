@@ -29,18 +29,23 @@ class OtherSignatureError(Exception):
 
 
 class Tape:
-    """A jaxpr, some of whose outputs nobody wants.
+    """A jaxpr, some of whose inputs nothing is computed of, and some of whose outputs nobody wants.
 
     Args:
         closed: The closed jaxpr.
         outputs: The numbers of the outputs that are wanted.
+        inputs: The numbers of the inputs that are given.
     """
 
-    def __init__(self, closed: Any, outputs: Sequence[int]) -> None:
+    def __init__(self, closed: Any, outputs: Sequence[int], inputs: Sequence[int]) -> None:
         self.closed, self._outputs = closed, list(outputs)
+        self._inputs = None if len(inputs) == len(closed.in_avals) else list(inputs)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run it in the current trace."""
+        if self._inputs is not None:
+            given = dict(zip(self._inputs, inputs, strict=True))
+            inputs = [given.get(n) for n in range(len(self.closed.in_avals))]
         out = eval_jaxpr(self.closed.jaxpr, self.closed.consts, *inputs)
         return [out[i] for i in self._outputs]
 
@@ -52,11 +57,11 @@ class Program:
         record: What the function does besides computing arrays.
         launch: Does the same as calling the program, and returns the outputs alone.
         tape: How it computes them.
-        takes: Which targets the leaves after the arguments are the values of, by number; those that the body adopted
-            count after its own.
+        takes: Which targets of the body the leaves after the arguments are the values of, by number.
         donated: The leaves that are donated, by number.
         order: The order in which the leaves are passed to what is compiled.
-        at: By number of a body's target: the number of that target in every call for which the program is kept.
+        at: By number of a body's target that it takes: the number of that target in every call for which the program
+            is kept.
         ran: Whether it ran, and so is compiled.
         can_be_kept: Whether it depends on nothing but its leaves and constants: no tracer of a trace around it.
     """
@@ -64,7 +69,7 @@ class Program:
     def __init__(self, tape: Tape, record: Record, takes: Sequence[int], inputs: int, donate: Sequence[int]) -> None:
         self.tape, self.record, self.takes = tape, record, takes
         self.donated = tuple(donate)
-        self.at: list[int] = list(range(len(takes)))
+        self.at: dict[int, int] = {target: n for n, target in enumerate(takes)}
         self.ran = False
         self.can_be_kept = not any(map(_compat.is_tracer, tape.closed.consts))
         self._traced: Any = None
@@ -175,7 +180,7 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
         donate: Donate the leaves that are written.
 
     Returns:
-        The program. If the body initialized a lazy layer, the program takes the new values after the leaves.
+        The program.
     """
     start = time.perf_counter()
     closed = jax.make_jaxpr(body)(list(leaves))
@@ -184,37 +189,20 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     COUNTS.add(traces=1, trace_time=time.perf_counter() - start)
     flat = [len(jax.tree.leaves(leaf)) for leaf in leaves]
     starts = list(itertools.accumulate(flat, initial=0))
-    inputs = [starts[i] if n == 1 else None for i, n in enumerate(flat)]  # by leaf: the number of its only input
-    takes = list(range(len(body.targets)))
-    if body.adopted:
-        found = {id(c): i for i, c in enumerate(closed.consts)}
-        taken = [(i, found[id(value)]) for i, (_, value) in enumerate(body.adopted) if id(value) in found]
-        closed = _with_inputs_for(closed, [constant for _, constant in taken])
-        takes += [len(body.targets) + i for i, _ in taken]
-        inputs += range(starts[-1], starts[-1] + len(taken))
+    takes = body.kept
+    taken = [*range(body.inputs), *(body.inputs + target for target in takes)]
+    places = [place for leaf in taken for place in range(starts[leaf], starts[leaf + 1])]
+    ends = itertools.accumulate((flat[leaf] for leaf in taken), initial=0)
+    inputs = [end if flat[leaf] == 1 else None for leaf, end in zip(taken, ends, strict=False)]  # its only input
     input_of_target = {target: inputs[body.inputs + i] for i, target in enumerate(takes)}
-    ins, outs = closed.jaxpr.invars, closed.jaxpr.outvars
+    ins, outs = [closed.jaxpr.invars[place] for place in places], closed.jaxpr.outvars
     unchanged = record.find_unchanged(outs, ins, input_of_target)
     avals = [v.aval for v in outs]
     numbers = [(input_of_target.get(target), out.number) for target, out in record.writes]
     kept = [pair for n, pair in enumerate(numbers) if n not in unchanged]
-    tape = Tape(closed, record.drop_writes(unchanged))
+    tape = Tape(closed, record.drop_writes(unchanged), places)
     donated: list[int] = []
     if donate and None not in inputs:
         donated = sorted({i for i, o in kept if i is not None and ins[i].aval == avals[o]})
     return Program(tape, record, takes, len(ins), donated)
 
-
-def _with_inputs_for(closed: Any, constants: Sequence[int]) -> Any:
-    """Return a jaxpr in which some constants, by number, are further inputs: it does not keep them alive."""
-    count, moved = len(closed.in_avals), set(constants)
-    values = [None if i in moved else c for i, c in enumerate(closed.consts)]
-
-    def run(inputs: Sequence[Any]) -> list[Any]:
-        consts = list(values)
-        for number, value in zip(constants, inputs[count:], strict=True):
-            consts[number] = value
-        return eval_jaxpr(closed.jaxpr, consts, *inputs[:count])
-
-    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
-    return jax.make_jaxpr(run)([*specs, *(closed.consts[i] for i in constants)])

@@ -14,7 +14,10 @@ from typing import Any
 import jax
 
 from lazymods import _compat, _compat_jit
-from lazymods.compile.picture import Picture, held_by, refill
+from lazymods.compile.attributes import Attributes, new_object
+from lazymods.compile.copies import Copies, class_of, object_contents
+from lazymods.compile.picture import Picture, Reads, contents_of, held_by, refill
+from lazymods.compile.statics import refuse_unrepeatable
 from lazymods.compile.tokens import Kind, kind_of, token
 
 
@@ -46,6 +49,11 @@ class Keep:
     """What is there already, under this key."""
 
     key: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Gone:
+    """Nothing: the attribute is deleted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +91,13 @@ class Made:
 
 @dataclasses.dataclass
 class Change:
-    """What became of a node or Variable that was there before; ``cls`` is its class, None for a node's if it stays."""
+    """What became of a node or Variable that was there before.
+
+    Attributes:
+        old: Which one.
+        cls: Its class; None for a node's if it stays.
+        contents: What it holds; of an object of no container's class only what is other than before.
+    """
 
     old: Old
     cls: type | None
@@ -101,6 +115,7 @@ class Record:
         changes: What became of other objects; usually nothing.
         made: Objects that the function made.
         outputs: The program's outputs.
+        reads: What the function had read of objects: what numbers stand for depends on it.
         is_plain: Whether the function only wrote values, and returned nothing but arrays and static values.
         passes_on: Whether a new value is one of the program's inputs, unchanged: two Variables then hold one array. Or
             of another size than the one before: a guard may rely on that.
@@ -111,6 +126,7 @@ class Record:
     changes: list[Change]
     made: list[Made]
     outputs: list[Out]
+    reads: Reads | None = None
 
     def __post_init__(self) -> None:
         """Find the short ways of doing it again."""
@@ -167,46 +183,52 @@ def _size(value: Any) -> Any:
     return getattr(getattr(value, "aval", value), "size", 1)
 
 
-def describe(out: Any, base: Picture, stage: Any, targets: Sequence[Any]) -> tuple[Record, list[Any]]:
+def describe(
+    out: Any, base: Picture, copies: Copies, targets: Mapping[int, Any], reads: Reads | None
+) -> tuple[Record, list[Any]]:
     """Write a record of a run.
 
     Args:
         out: What the function returned.
         base: The objects as they are before each call of the program.
-        stage: The objects as they were during the run.
-        targets: What the leaves of the program are the values of.
+        copies: Their copies, on which the function has run.
+        targets: By number, what leaves of the program are the values of.
+        reads: What ``base`` leaves out.
 
     Returns:
         The record, and the program's outputs: tracers, or arrays that do not depend on any input.
+
+    Raises:
+        LazyError: If the function returned or stored what no further call could make again.
     """
-    return _Writer(base, stage).write(out, targets)
+    return _Writer(base, copies).write(out, targets, reads)
 
 
 class _Writer:
-    def __init__(self, base: Picture, stage: Any) -> None:
-        self._base, self._stage = base, stage
+    def __init__(self, base: Picture, copies: Copies) -> None:
+        self._base, self._copies = base, copies
         self._arrays: list[Any] = []
         self._outputs: dict[int, Out] = {}
         self._made: list[Made] = []
         self._new: dict[int, int] = {}
 
-    def write(self, out: Any, targets: Sequence[Any]) -> tuple[Record, list[Any]]:
+    def write(self, out: Any, targets: Mapping[int, Any], reads: Reads | None) -> tuple[Record, list[Any]]:
         described = self._tree(out)
-        numbers = {id(t): i for i, t in enumerate(targets)}
-        places = {(id(t.held), t.key): i for i, t in enumerate(targets) if hasattr(t, "held")}
+        numbers = {id(t): i for i, t in targets.items()}
+        places = {t.mark: i for i, t in targets.items() if hasattr(t, "mark")}
         writes: list[tuple[int, Out]] = []
         changes: list[Change] = []
         for number, variable in enumerate(self._base.variables):
             self._variable(number, variable, numbers.get(id(variable)), writes, changes)
         for number, node in enumerate(self._base.nodes):
             self._node(number, node, places, writes, changes)
-        record = Record(described, writes, changes, self._made, list(self._outputs.values()))
+        record = Record(described, writes, changes, self._made, list(self._outputs.values()), reads)
         return record, self._arrays
 
     def _variable(self, number: int, variable: Any, target: int | None, writes: Any, changes: Any) -> None:
-        raw, cls, metadata = self._stage.raws_after[id(variable)]
-        begun = self._stage.raws.get(id(variable))
-        same_kind = cls is type(variable) and _same_metadata(metadata, _compat.raw_metadata(variable))
+        copy, (begun, metadata_before) = self._copies.of(variable), self._copies.begun[id(variable)]
+        raw, cls, metadata = copy.get_raw_value(), type(copy), _compat.raw_metadata(copy)
+        same_kind = cls is type(variable) and _same_metadata(metadata, metadata_before)
         if same_kind and raw is begun:
             return
         if same_kind and target is not None and kind_of(raw) is Kind.ARRAY:
@@ -216,23 +238,29 @@ class _Writer:
         changes.append(Change(Old(number, True), cls, contents))
 
     def _node(self, number: int, node: Any, places: Any, writes: Any, changes: Any) -> None:
-        after, begun = self._stage.contents_after[id(node)], self._stage.contents[id(node)]
-        held = held_by(node)
+        copy, begun = self._copies.of(node), self._copies.begun[id(node)]
+        after, kind = contents_of(copy), kind_of(node)
         if not isinstance(after, dict):
             if not _same_items(after, begun):
                 changes.append(Change(Old(number, False), None, [self._part(v) for v in after]))
             return
-        cls = self._stage.classes_after[id(node)]
+        same_class = class_of(copy) is type(node)
         names = [k for k in after if k != _compat.STATE]
         moved = [k for k in names if k not in begun or not _same_value(after[k], begun[k])]
-        ordered = kind_of(node) is not Kind.DICT or names == [k for k in begun if k != _compat.STATE]
-        if cls is type(node) and len(after) == len(begun) and ordered and all((id(held), k) in places for k in moved):
+        ordered = kind is Kind.OBJECT or names == [k for k in begun if k != _compat.STATE]
+        if same_class and len(after) == len(begun) and ordered and all((id(node), k) in places for k in moved):
             if all(kind_of(after[k]) is Kind.ARRAY for k in moved):
-                writes += [(places[id(held), k], self._own_output(after[k])) for k in moved]
+                writes += [(places[id(node), k], self._own_output(after[k])) for k in moved]
                 return
-        kept = {k: Keep(k) for k in after if k in begun and k not in moved}
-        contents = {k: kept.get(k) or self._part(v) for k, v in after.items() if k != _compat.STATE}
-        changes.append(Change(Old(number, False), None if cls is type(node) else cls, contents))
+        if kind is Kind.OBJECT:
+            contents: dict[Any, Any] = {k: self._part(after[k]) for k in moved}
+            contents |= {k: Gone() for k in begun if k not in after}
+        else:
+            kept = {k: Keep(k) for k in after if k in begun and k not in moved}
+            contents = {k: kept.get(k) or self._part(v) for k, v in after.items() if k != _compat.STATE}
+        if same_class and ordered and not moved and len(after) == len(begun):
+            return
+        changes.append(Change(Old(number, False), None if same_class else class_of(copy), contents))
 
     # ------------------------------------------------------------ values
 
@@ -260,21 +288,24 @@ class _Writer:
     def _part(self, value: Any) -> Any:
         kind = kind_of(value)
         if kind is Kind.ATOM:
-            return Value(value)
+            original = self._copies.original(value)
+            if original is value:
+                refuse_unrepeatable(value)
+            return Value(original)
         if kind is Kind.ARRAY:
             return self._output(value)
         if kind is Kind.TUPLE:
             return Group(kind, type(value), tuple(map(self._part, value)))
         if kind is Kind.METHOD:
-            return Group(kind, value.__func__, (self._part(value.__self__),))
+            return Group(kind, self._copies.original(value.__func__), (self._part(value.__self__),))
         if kind is Kind.PARTIAL:
             return Group(kind, type(value), tuple(map(self._part, (value.func, value.args, value.keywords))))
-        number = self._base.number(value)
+        number = self._base.number(self._copies.original(value))
         if number is not None:
             return Old(number, kind is Kind.VARIABLE)
         if id(value) not in self._new:
             self._new[id(value)] = len(self._made)
-            self._made.append(Made(kind, type(value)))
+            self._made.append(Made(kind, class_of(value)))
             self._made[self._new[id(value)]].contents = self._contents(value, kind)
         return New(self._new[id(value)])
 
@@ -282,7 +313,7 @@ class _Writer:
         if kind is Kind.VARIABLE:
             metadata = _compat.raw_metadata(value)
             return self._tree(value.get_raw_value()), {k: self._part(v) for k, v in metadata.items()}
-        held = held_by(value, kind)
+        held = object_contents(value) if kind is Kind.OBJECT else held_by(value, kind)
         if isinstance(held, dict):
             return {k: self._part(v) for k, v in held.items() if k != _compat.STATE}
         return [self._part(v) for v in held]
@@ -320,7 +351,7 @@ class Replay:
 
     def __init__(self, record: Record, outputs: Sequence[Any], reach: Sequence[Any]) -> None:
         self._record, self._outputs = record, outputs
-        self._base = None if record.is_plain else Picture(reach)
+        self._base = None if record.is_plain else Picture(reach, reads=record.reads)
         self._new = [self._empty(made) for made in record.made]
         for made, thing in zip(record.made, self._new, strict=True):
             self._fill(made, thing)
@@ -339,7 +370,9 @@ class Replay:
                 _compat.write_variable(thing, change.cls or type(thing), self.value(raw), items)
                 continue
             held = held_by(thing)
-            if isinstance(held, dict):
+            if kind_of(thing) is Kind.OBJECT:
+                self._change_object(thing, held, change)
+            elif isinstance(held, dict):
                 before = dict(held)
                 state = {k: v for k, v in before.items() if k == _compat.STATE}
                 refill(held, state | {k: self.value(v, before) for k, v in change.contents.items()})
@@ -347,6 +380,15 @@ class Replay:
                     _compat.set_class(thing, change.cls)
             else:
                 refill(held, [self.value(v) for v in change.contents])
+        if self._record.changes:
+            _compat_jit.Watch.restructured()
+
+    def _change_object(self, thing: Any, held: Any, change: Change) -> None:
+        for name in [k for k, part in change.contents.items() if isinstance(part, Gone)]:
+            held.remove(name) if isinstance(held, Attributes) else held.pop(name)
+        held.update({k: self.value(part) for k, part in change.contents.items() if not isinstance(part, Gone)})
+        if change.cls is not None:
+            _compat.set_class(thing, change.cls)
 
     def out(self) -> Any:
         """Return what the function returned."""
@@ -380,10 +422,10 @@ class Replay:
         if made.kind is Kind.VARIABLE:
             return _compat.new_variable(made.cls, None, {})  # type: ignore[arg-type]
         if made.kind is Kind.NODE:
-            thing = object.__new__(made.cls)
+            thing = new_object(made.cls)
             vars(thing)[_compat.STATE] = _compat_jit.new_state()
             return thing
-        return object.__new__(made.cls) if made.kind is Kind.OBJECT else made.cls()
+        return new_object(made.cls) if made.kind is Kind.OBJECT else made.cls()
 
     def _fill(self, made: Made, thing: Any) -> None:
         if made.kind is Kind.VARIABLE:

@@ -1,0 +1,402 @@
+"""Copies of what a function can reach, and the function over them: they are traced, so nobody's objects are touched.
+
+A trace runs the function on copies of all nnx objects, Variables and containers that it reaches. The copies keep
+identities and shared references. Functions that reach a copied object by a closure, a default, a global or
+``__wrapped__`` are made anew over the copies; ``jax.jit`` and the like are left out around those, since an outer
+compilation holds anyway. The originals stay as they are, whatever happens, and other threads may use them meanwhile.
+
+Of objects of the user's own classes it is noted which attributes are read (:class:`Reads`): a counter that a step
+never reads is no part of its program.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import copy
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+
+from lazymods import _compat, _compat_jit
+from lazymods._errors import LazyError, Problem
+from lazymods.compile.attributes import has_hidden_state, new_object, slots_of
+from lazymods.compile.picture import Picture, Reads, contents_of, held_by
+from lazymods.compile.tokens import Kind, kind_of
+
+LIBRARIES = sys.stdlib_module_names | {
+    "jax", "jaxlib", "flax", "optax", "numpy", "lazymods", "orbax", "chex", "einops", "torch", "scipy", "sklearn",
+}  # fmt: skip
+
+_EMPTY = object()  # in no cell
+_ORIGINAL = "_lazymods__original_class"
+_JITS: tuple[type, ...] = (type(jax.jit(lambda: None)), type(nnx.jit(lambda: None)))
+
+
+def is_library(name: str | None) -> bool:
+    """Whether a module, by its name, is a library's: its functions don't reach the user's models by name."""
+    return (name or "").partition(".")[0] in LIBRARIES
+
+
+def class_of(value: Any) -> type:
+    """Return the class of a value; of a copy that notes what is read, the class of its original."""
+    return vars(type(value)).get(_ORIGINAL, type(value))
+
+
+class Copies:
+    """Copies of everything in a picture.
+
+    Args:
+        picture: What is copied; every object and Variable in it.
+        reads: Where it is noted what is read; None: nowhere.
+        known: Copies that are there already, by the id of their original.
+
+    Attributes:
+        begun: By id of an original: what its twin holds when the function begins, a Variable's value among them.
+    """
+
+    def __init__(self, picture: Picture, reads: Reads | None = None, known: dict[int, Any] | None = None) -> None:
+        self._reads = reads
+        self._memo: dict[int, Any] = dict(known or {})
+        self._originals: dict[int, Any] = {}
+        self._alive: list[Any] = [picture]
+        self._globals: dict[int, _Globals] = {}
+        self._cells: list[tuple[Any, Any, str]] = []
+        self._swaps: list[tuple[Any, str, Any]] = []
+        self._touched: dict[int, bool] = {}
+        self._tracked: dict[type, type] = {}
+        self.begun: dict[int, Any] = {}
+        fresh = [node for node in picture.nodes if id(node) not in self._memo]
+        for node in fresh:
+            self._note(node, self._empty(node))
+        variables = [v for v in picture.variables if id(v) not in self._memo]
+        for variable in variables:
+            raw = variable.get_raw_value()
+            twin = _compat.new_variable(type(variable), raw, {})
+            self._note(variable, twin)
+        for node in fresh:
+            self._fill(node, picture.contents_before(node))
+        for variable in variables:
+            metadata = {k: self.of(v) for k, v in _compat.raw_metadata(variable).items()}
+            twin = self._memo[id(variable)]
+            _compat.write_variable(twin, type(twin), self.of(variable.get_raw_value()), metadata)
+
+    def begin(self, picture: Picture) -> None:
+        """Note what all copies hold now."""
+        for node in picture.nodes:
+            self.begun[id(node)] = contents_of(self._memo[id(node)])
+        for variable in picture.variables:
+            twin = self._memo[id(variable)]
+            self.begun[id(variable)] = (twin.get_raw_value(), dict(_compat.raw_metadata(twin)))
+
+    def original(self, value: Any) -> Any:
+        """Return what a value is the twin of; the value itself if it is no twin."""
+        return self._originals.get(id(value), value)
+
+    def swap(self, owner: Any, name: str) -> None:
+        """Let an attribute of a module or class hold the twin of what it holds, while :meth:`swapped` lasts."""
+        value = getattr(owner, name)
+        twin = self.of(value)
+        if twin is not value:
+            self._swaps.append((owner, name, twin))
+
+    @contextlib.contextmanager
+    def swapped(self) -> Iterator[None]:
+        """Let attributes of modules and classes hold copies; at the end, look at what the function rebound."""
+        before = [(owner, name, getattr(owner, name)) for owner, name, _ in self._swaps]
+        for owner, name, twin in self._swaps:
+            setattr(owner, name, twin)
+        try:
+            yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+            for names in self._globals.values():
+                names.write_back()
+        for cell, twin, name in self._cells:
+            if cell.cell_contents is not twin:
+                raise _rebinds(name)
+        for names in self._globals.values():
+            names.check()
+
+    # ------------------------------------------------------------ values
+
+    def of(self, value: Any) -> Any:
+        """Return what stands for a value in the trace."""
+        if id(value) in self._memo:
+            return self._memo[id(value)]
+        kind = kind_of(value)
+        if kind is Kind.ATOM:
+            return self._callable(value) if callable(value) and self._touches(value) else value
+        if kind is Kind.TUPLE:
+            parts = [self.of(v) for v in value]
+            if all(a is b for a, b in zip(parts, value, strict=True)):
+                return value
+            made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            vars(made).update(vars(value)) if type(value).__dictoffset__ else None
+            return made
+        if kind is Kind.METHOD:
+            owner, function = self.of(value.__self__), self.of(value.__func__)
+            changed = owner is not value.__self__ or function is not value.__func__
+            return types.MethodType(function, owner) if changed else value
+        if kind is Kind.PARTIAL:
+            return self._partial(value)
+        return value
+
+    def _partial(self, value: Any) -> Any:
+        function, args = self.of(value.func), self.of(value.args)
+        keywords = {k: self.of(v) for k, v in value.keywords.items()}
+        same = all(v is value.keywords[k] for k, v in keywords.items())
+        if same and function is value.func and args is value.args:
+            return value
+        return type(value)(function, *args, **keywords)
+
+    def _touches(self, value: Any) -> bool:
+        """Whether a value reaches an object that was copied."""
+        if id(value) in self._memo:
+            return True
+        kind = kind_of(value)
+        if kind is Kind.TUPLE:
+            return any(map(self._touches, value))
+        if kind is Kind.METHOD:
+            return self._touches(value.__self__) or self._touches(value.__func__)
+        if kind is Kind.PARTIAL:
+            return any(map(self._touches, (value.func, *value.args, *value.keywords.values())))
+        if kind is not Kind.ATOM or not callable(value) or isinstance(value, type):
+            return False
+        known = self._touched.get(id(value))
+        if known is None:
+            self._touched[id(value)] = False  # for functions that reach each other
+            self._alive.append(value)
+            known = self._touched[id(value)] = any(map(self._touches, _reached(value)))
+        return known
+
+    # ------------------------------------------------------------ functions
+
+    def _callable(self, value: Any) -> Any:
+        """Make a function that reaches copied objects anew, over the copies."""
+        if isinstance(value, types.FunctionType):
+            return self._function(value)
+        if isinstance(value, _JITS) or getattr(type(value), "is_jit", False):
+            return self.of(value.__wrapped__)
+        held = getattr(value, "__dict__", None)
+        if held is None or has_hidden_state(type(value)):
+            return value  # its models are constants of the trace, which is refused
+        twin = new_object(type(value))
+        self._note(value, twin)
+        vars(twin).update({k: self.of(v) for k, v in held.items()})
+        return twin
+
+    def _function(self, function: types.FunctionType) -> Any:
+        cells = list(function.__closure__ or ())
+        moved = [n for n, cell in enumerate(cells) if not _is_empty(cell) and self._touches(cell.cell_contents)]
+        for n in moved:
+            cells[n] = types.CellType()
+        names = self._names(function)
+        code, name = function.__code__, function.__name__
+        twin = types.FunctionType(code, names, name, None, tuple(cells) if function.__closure__ else None)
+        self._note(function, twin)
+        for n in moved:
+            cells[n].cell_contents = content = self.of(function.__closure__[n].cell_contents)  # type: ignore[index]
+            self._cells.append((cells[n], content, code.co_freevars[n]))
+        twin.__defaults__ = self.of(function.__defaults__)
+        twin.__kwdefaults__ = {k: self.of(v) for k, v in (function.__kwdefaults__ or {}).items()} or None
+        twin.__qualname__, twin.__module__, twin.__doc__ = function.__qualname__, function.__module__, function.__doc__
+        vars(twin).update({k: self.of(v) for k, v in vars(function).items()})
+        return twin
+
+    def _names(self, function: types.FunctionType) -> dict[str, Any]:
+        found = function.__globals__
+        if is_library(function.__module__):
+            return found
+        moved = [n for n in global_names(function.__code__) if n in found and self._touches(found[n])]
+        if not moved:
+            return found
+        names = self._globals.setdefault(id(found), _Globals(found))
+        for name in moved:
+            if name not in names.moved:
+                names.moved[name] = None
+                names.put(name, self.of(found[name]))
+        return names
+
+    # ------------------------------------------------------------ objects
+
+    def _note(self, original: Any, twin: Any) -> None:
+        self._memo[id(original)] = twin
+        self._originals[id(twin)] = original
+        self._alive += (original, twin)
+
+    def _empty(self, node: Any) -> Any:
+        kind = kind_of(node)
+        if kind is Kind.NODE:
+            return new_object(type(node))
+        if kind is Kind.OBJECT:
+            return self._empty_object(node)
+        if type(node) in (dict, list, set):
+            return type(node)()
+        twin = node.copy() if hasattr(node, "copy") else type(node)(node)
+        if type(twin) is not type(node):
+            twin = copy.copy(node)
+        return twin
+
+    def _empty_object(self, node: Any) -> Any:
+        cls = type(node)
+        if has_hidden_state(cls):
+            return copy.copy(node)
+        if self._reads is not None and notes_reads(cls):
+            if cls not in self._tracked:
+                self._tracked[cls] = _tracking(cls, self._reads.begin(cls))
+            cls = self._tracked[cls]
+        return new_object(cls)
+
+    def _fill(self, node: Any, contents: Any) -> None:
+        twin = self._memo[id(node)]
+        kind = kind_of(node)
+        if isinstance(contents, dict):
+            items = {k: self.of(v) for k, v in contents.items()}
+            if kind is Kind.NODE:
+                items[_compat.STATE] = _compat_jit.new_state()
+                _compat_jit.attributes(twin).update(items)
+                return
+            held = object_contents(twin) if kind is Kind.OBJECT else twin
+            if kind is not Kind.OBJECT:
+                held.clear()
+            held.update(items)
+        elif not slots_of(type(twin)) or kind is not Kind.OBJECT:
+            twin.clear()
+            items = [self.of(v) for v in contents]
+            twin.update(items) if isinstance(contents, set) else twin.extend(items)
+        if kind is not Kind.OBJECT and type(node).__dictoffset__:
+            vars(twin).update({k: self.of(v) for k, v in vars(node).items()})
+
+
+def object_contents(thing: Any) -> Any:
+    """Return what an object of no container's class holds, without its being noted as read."""
+    return held_by(thing, Kind.OBJECT)
+
+
+
+
+def _is_empty(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is _EMPTY
+    except ValueError:
+        return True
+
+
+def _reached(value: Any) -> Iterator[Any]:
+    """Yield what a callable reaches: cells, defaults, globals that it names, attributes."""
+    if isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            if not _is_empty(cell):
+                yield cell.cell_contents
+        yield from value.__defaults__ or ()
+        yield from (value.__kwdefaults__ or {}).values()
+        if not is_library(value.__module__):
+            for name in global_names(value.__code__):
+                if name in value.__globals__:
+                    yield value.__globals__[name]
+        yield from vars(value).values()
+        return
+    if isinstance(value, _JITS) or getattr(type(value), "is_jit", False):
+        yield value.__wrapped__
+        return
+    held = getattr(value, "__dict__", None)
+    if isinstance(held, dict) and is_library(type(value).__module__):
+        yield from list(held.values())
+
+
+def global_names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that code, and code inside it, may look up; those of attributes are among them."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from global_names(constant)
+
+
+class _Globals(dict[str, Any]):
+    """The globals of a function that is made anew: some names hold copies, all others what the module's hold.
+
+    CPython asks a subclass of dict by ``__getitem__``, and writes to the dict itself.
+    """
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        fixed = ("__builtins__", "__name__")
+        super().__init__({k: names[k] for k in fixed if k in names})
+        self._names, self._fixed = names, fixed
+        self.moved: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name) if name in self.keys() else self._names[name]
+
+    def put(self, name: str, twin: Any) -> None:
+        """Let a name hold a twin."""
+        self.moved[name] = twin
+        self[name] = twin
+
+    def write_back(self) -> None:
+        """Write names that the function has bound to the module; as under ``jax.jit``, when it is traced alone."""
+        for name in [n for n in self.keys() if n not in self.moved and n not in self._fixed]:
+            self._names[name] = self.pop(name)
+
+    def check(self) -> None:
+        """Refuse a function that has bound the name of a model to something else."""
+        for name, twin in self.moved.items():
+            if self.get(name) is not twin:
+                raise _rebinds(name)
+
+
+def _rebinds(name: str) -> LazyError:
+    return LazyError(
+        Problem(
+            name,
+            "a function that assigns this variable, which held a model or what reaches one, from outside of it",
+            "an assignment that each call can do again: to an attribute, an item, or a variable of its own",
+            "the new object as a result of the function",
+        )
+    )
+
+
+# ---------------------------------------------------------------- what is read
+
+
+@functools.lru_cache(maxsize=4096)
+def notes_reads(cls: type) -> bool:
+    """Whether it can be seen which attributes of the objects of a class are read.
+
+    Not if the class reads them in a way of its own, or if a subclass would be known: to a metaclass, to
+    ``__init_subclass__``, to JAX as a pytree.
+    """
+    if type(cls) not in (type, abc.ABCMeta) or is_library(cls.__module__) or has_hidden_state(cls):
+        return False
+    own = [name for base in cls.__mro__[:-1] for name in vars(base)]
+    if "__getattribute__" in own or "__init_subclass__" in own:
+        return False
+    try:
+        return jax.tree_util.all_leaves([new_object(cls)])
+    except Exception:  # it is a pytree, and has nothing to be flattened
+        return False
+
+
+def _tracking(cls: type, names: set[str]) -> type:
+    def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807
+        if name == "__class__" and type(self) is made:
+            return cls
+        names.add(name)
+        return read(self, name)
+
+    read = cls.__getattribute__
+    body = {
+        "__slots__": (),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__getattribute__": __getattribute__,
+        _ORIGINAL: cls,
+    }
+    made = type(cls)(cls.__name__, (cls,), body)
+    return made

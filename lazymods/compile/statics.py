@@ -1,0 +1,58 @@
+"""Which static values a call may return or store again and again: none that holds a tracer, none that is used up."""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Iterator
+from typing import Any
+
+from jax.core import Tracer
+
+from lazymods._errors import LazyError, Problem
+
+_SKIPPED = (types.ModuleType, types.CodeType, type)  # a tracer is no part of these
+
+
+def refuse_unrepeatable(value: Any) -> None:
+    """Refuse a value that a function returned or stored if a compiled call can't give it again.
+
+    Args:
+        value: What is neither an array nor a container.
+
+    Raises:
+        LazyError: If it is an iterator, which can be used once, or if arrays of the trace are inside.
+    """
+    if isinstance(value, Iterator):
+        raise _refusal(value, "it can be used once, and would be empty at the next call")
+    if (callable(value) or hasattr(value, "__dict__")) and not isinstance(value, _SKIPPED) and _holds_tracer(value):
+        raise _refusal(value, "there are arrays inside that every call computes anew")
+
+
+def _refusal(value: Any, why: str) -> LazyError:
+    return LazyError(
+        Problem(
+            "a result of the compiled function, or what it stored",
+            f"a {type(value).__name__}: {why}",
+            "arrays, numbers, texts, nnx objects and containers of those: what each call can return anew",
+            "list(...) around an iterator; for a function, return the arrays that it closes over",
+        )
+    )
+
+
+def _holds_tracer(value: Any) -> bool:
+    """Whether a tracer is anywhere inside a function or object: in its cells, defaults, attributes, items."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        thing = waiting.pop()
+        if isinstance(thing, Tracer):
+            return True
+        if id(thing) in seen or isinstance(thing, _SKIPPED) or len(seen) > 10_000:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, types.FunctionType):  # and not its globals, where everything is
+            waiting += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing)]
+        else:
+            waiting += gc.get_referents(thing)
+    return False
