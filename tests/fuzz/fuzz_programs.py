@@ -3,9 +3,10 @@
     python tests/fuzz/fuzz_programs.py --programs 20000 --seed 0 [--minimize] [--lazy] [--plain]
 
 A program is Python source: classes, ``make()``, which builds the arguments of ``f``, and ``between(w, i)``, which
-changes them before call ``i``. It is run on two equal sets of arguments. If plain Python raises, so must lm.jit, and leave the
-arguments as they were; a LazyError instead of a result is counted as refused. ``--lazy`` runs ``f`` in a lazy block
-instead, ``--plain`` in plain Python, which can't differ. Exits with 1 if there was a difference.
+changes them before call ``i``; ``bind(w)`` returns ``f``, which closes over the trainer. It is run on two equal sets of
+arguments. If plain Python raises, so must lm.jit, and leave the arguments as they were; a LazyError instead of a result
+is counted as refused. ``--lazy`` runs ``f`` in a lazy block instead, ``--plain`` in plain Python, which can't differ.
+Exits with 1 if there was a difference.
 """
 
 import argparse
@@ -178,7 +179,7 @@ STATEMENTS: tuple[tuple[str, str], ...] = (
     ("", "y = jax.shard_map(lambda v: v * 2, mesh=mesh, in_specs=P('d'), out_specs=P('d'))(y)"),
     ("n", "if n == 1: raise ValueError('one')"),
 )
-RESULTS = ("y", "(y, {'loss': y.mean()})", "Pair(y.sum(), [1, y])", "None", "{'y': y, 'n': 3, 'f': 0.5}")
+RESULTS = ("y", "(y, {'loss': y.mean()})", "Pair(y.sum(), [1, y])", "None", "{'f': 0.5, 'n': 3, 'y': y}")
 
 
 def in_a_block(f: Any) -> Any:
@@ -213,23 +214,18 @@ class Program:
 
     def source(self) -> str:
         makes = [f"    w[{n!r}] = {self.make(n)}" for n in self.names]
-        body = [f"    {part}" for line in self.lines for part in line.split("\n")]
+        body = [f"        {part}" for line in self.lines for part in line.split("\n")]
         changes = [f"    if i == {i}: {change}" for i, change in self.changes]
-        head = f"def f({', '.join(self.names)}):"
+        parameters = ", ".join(n for n in self.names if n != "trainer")
+        head = [
+            "def bind(w):",
+            "    trainer = w.get('trainer')",
+            f"    def f({parameters}):",
+            "        y = jnp.asarray(x)",
+        ]
         made = ["def make():", "    w = {}", *makes, "    return w", ""]
-        return PRELUDE + "\n".join(
-            [
-                *made,
-                head,
-                "    y = jnp.asarray(x)",
-                *body,
-                f"    return {self.result}",
-                "",
-                "def between(w, i):",
-                *changes,
-                "    pass",
-            ]
-        )
+        end = [f"        return {self.result}", "    return f", "", "def between(w, i):", *changes, "    pass"]
+        return PRELUDE + "\n".join([*made, *head, *body, *end])
 
     def make(self, name: str) -> str:
         return f"nnx.Optimizer(w['model'], {self.optimizer}, wrt=nnx.Param)" if name == "opt" else ARGUMENTS[name][0]
@@ -257,8 +253,9 @@ class RefusedError(Exception):
 
 
 def _called(f: Any, w: dict[str, Any], program: Program) -> tuple[Any, Exception | None]:
-    first = dict(list(w.items())[: 1 if program.keywords else None])
-    rest = {k: v for k, v in w.items() if k not in first}
+    given = {name: value for name, value in w.items() if name != "trainer"}
+    first = dict(list(given.items())[: 1 if program.keywords else None])
+    rest = {k: v for k, v in given.items() if k not in first}
     try:
         return f(*first.values(), **rest), None
     except Exception as error:
@@ -268,10 +265,11 @@ def _called(f: Any, w: dict[str, Any], program: Program) -> tuple[Any, Exception
 def _replayed(space: dict[str, Any], program: Program, upto: int, failed: set[int]) -> dict[str, Any]:
     """Return the arguments before call ``upto``, in plain Python, without the calls that failed."""
     w = space["make"]()
+    f = space["bind"](w)
     for i in range(upto + 1):
         space["between"](w, i)
         if i < upto and i not in failed:
-            _called(space["f"], w, program)
+            _called(f, w, program)
     return w
 
 
@@ -287,7 +285,7 @@ def difference(program: Program, mode: str) -> str | None:
     space: dict[str, Any] = {"__name__": "random_program"}
     exec(compile(program.source(), "<program>", "exec"), space)
     plain, other, failed = space["make"](), space["make"](), set[int]()
-    f, compiled, restores = space["f"], MODES[mode](space["f"]), mode in COMPILED
+    f, compiled, restores = space["bind"](plain), MODES[mode](space["bind"](other)), mode in COMPILED
     for i in range(program.calls):
         for w in (plain, other):
             try:
@@ -307,6 +305,7 @@ def difference(program: Program, mode: str) -> str | None:
         if raised is not None and restores:
             failed.add(i)
             plain = _replayed(space, program, i, failed)
+            f = space["bind"](plain)
         try:
             compare(f"call {i}", _pairs(want, plain), _pairs(got, other))
         except lm.LazyError as found:
