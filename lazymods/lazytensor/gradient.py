@@ -1,34 +1,44 @@
 """A gradient as one operation: ``value_and_grad``, recorded in a fraction of the time.
 
 Recording a backward pass operation by operation takes most of the time of recording a step. A pure function can be
-differentiated and compiled as a whole, once: what it is called with, and what its closure holds, are its inputs, so
-that a function that is defined anew in every step is still the same.
+differentiated and compiled as a whole, once: what it is called with, and what it reaches, are inputs or part of the key
+(:mod:`lazymods.lazytensor.reach`), so that a function that is defined anew in every step is still the same. A function
+that reaches more than can be seen is recorded operation by operation. Kept programs hold no models and no arrays.
 """
 
 from __future__ import annotations
 
 import functools
-import types
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from lazymods._errors import LazyError, Problem
+from lazymods.lazytensor import reach
+from lazymods.lazytensor.reach import Looked, UnknownError, is_input, is_object
 
 _programs: OrderedDict[Any, Any] = OrderedDict()
 _MOST = 256
 
 
+class _Local(threading.local):
+    call: Any = None  # the _Call that this thread is in: a program asks for it when it is traced
+
+
+_LOCAL = _Local()
+
+
 def value_and_grad(f: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = False) -> Callable[..., Any]:
     """Return a function that computes a value and its gradients as one operation.
 
-    It is ``nnx.value_and_grad``, compiled, and cached by the code of ``f``: modules may be arguments, in the closure,
-    or globals that ``f`` names, and what ``f`` does to their Variables is done to them. Arrays and floats there are
-    inputs, anything else is part of the program. As for ``jax.jit``, ``f`` must not depend on other things that change.
+    It is ``nnx.value_and_grad``, compiled, and cached by the code of ``f`` and of what it calls. Models,
+    arrays and floats that these name or close over are inputs, and what ``f`` does to Variables is done to them; other
+    constants are part of the key. If ``f`` reaches anything else (attributes of plain objects, lists, functions of
+    ``lm.jit``), or code that writes names, then nothing is cached, and it is ``nnx.value_and_grad``.
 
     Args:
         f: Returns a scalar, or a pair of a scalar and something else.
@@ -55,137 +65,66 @@ def value_and_grad(f: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = F
 
     @functools.wraps(f)
     def compute(*args: Any, **kwargs: Any) -> Any:
-        captured = _captured(f)
-        leaves, tree = jax.tree.flatten((args, kwargs, captured), is_leaf=_is_object)
-        objects = [x for x in leaves if _is_object(x)]
-        arrays = [x for x in leaves if _is_input(x)]
-        static = tuple([_static(x) for x in leaves])
-        graph, state = nnx.split(objects)
-        values, structure = jax.tree.flatten(state)
-        shell = _Shell(f)
-        key = (shell, tree, static, graph, structure, argnums, has_aux)
-        program = _programs.get(key)
-        if program is None:
-            body = functools.partial(_body, shell, argnums, has_aux, tree, static, graph, structure)
-            program = _programs[key] = jax.jit(body)
-            if len(_programs) > _MOST:
-                _programs.popitem(last=False)
-        _programs.move_to_end(key)
-        out, changed = program(values, arrays)
-        if changed:
-            nnx.update(objects, jax.tree.unflatten(structure, [changed.get(i, v) for i, v in enumerate(values)]))
-        return out
+        try:
+            call = _Call(f, args, kwargs)
+        except UnknownError:
+            return nnx.value_and_grad(f, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
+        return call.run(argnums, has_aux)
 
     return compute
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, (nnx.Pytree, nnx.Variable))
+class _Call:
+    """A call, taken apart: what is hashable about it, and its inputs."""
 
+    def __init__(self, f: Any, args: Any, kwargs: Any) -> None:
+        self.looked: Looked = reach.look(f)
+        leaves, self.tree = jax.tree.flatten((args, kwargs, self.looked.inputs), is_leaf=is_object)
+        self.objects = [x for x in leaves if is_object(x)]
+        self.arrays = [x for x in leaves if is_input(x)]
+        self.static = [_OBJECT if is_object(x) else _INPUT if is_input(x) else x for x in leaves]
+        self.fixed = tuple([x if x is _OBJECT or x is _INPUT else reach.fixed(x) for x in self.static])
+        self.held = reach.of_objects(self.objects)
+        self.graph, state = nnx.split(self.objects)
+        self.values, self.structure = jax.tree.flatten(state)
 
-def _is_input(value: Any) -> bool:
-    return isinstance(value, (jax.Array, np.ndarray, np.generic, float, complex))
+    def run(self, argnums: Any, has_aux: bool) -> Any:
+        key = (self.looked.key, self.tree, self.fixed, self.held, self.graph, self.structure, argnums, has_aux)
+        program = _programs.get(key)
+        if program is None:
+            program = _programs[key] = jax.jit(functools.partial(_body, argnums, has_aux))
+            if len(_programs) > _MOST:
+                _programs.popitem(last=False)
+        _programs.move_to_end(key)
+        before, _LOCAL.call = _LOCAL.call, self
+        try:
+            out, changed = program(self.values, self.arrays)
+        finally:
+            _LOCAL.call = before
+        if changed:
+            new = [changed.get(i, v) for i, v in enumerate(self.values)]
+            nnx.update(self.objects, jax.tree.unflatten(self.structure, new))
+        return out
 
-
-class _Static:
-    """A part of the program: equal to another one if type and value are, or if it is the same thing."""
-
-    __slots__ = ("_key", "value")
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        plain = isinstance(value, (bool, int, str, bytes, type(None), np.dtype, type))
-        self._key = (type(value), value if plain else id(value))
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and self._key == other._key
+    def rebuilt(self, objects: list[Any], arrays: Any) -> tuple[Any, Any, Any]:
+        """Return function and arguments with other inputs."""
+        given, inputs = iter(objects), iter(arrays)
+        leaves = [next(given) if s is _OBJECT else next(inputs) if s is _INPUT else s for s in self.static]
+        args, kwargs, held = jax.tree.unflatten(self.tree, leaves)
+        return self.looked.build(held), args, kwargs
 
 
 _OBJECT, _INPUT = object(), object()
 
 
-def _static(value: Any) -> Any:
-    return _OBJECT if _is_object(value) else _INPUT if _is_input(value) else _Static(value)
-
-
-class _Shell:
-    """A function without what it holds: equal for a function that is defined anew."""
-
-    __slots__ = ("code", "inner", "namespace")
-
-    def __init__(self, f: Any) -> None:
-        self.code: Any
-        self.inner: Any = None
-        self.namespace: dict[str, Any] = {}
-        if isinstance(f, functools.partial):
-            self.code, self.inner = functools.partial, _Shell(f.func)
-        elif isinstance(f, types.FunctionType):
-            self.code, self.namespace = f.__code__, f.__globals__
-        else:
-            self.code = None if _is_object(f) else _Static(f)
-
-    def __hash__(self) -> int:
-        return hash((self.code, self.inner))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Shell) and (self.code, self.inner) == (other.code, other.inner)
-
-    def around(self, captured: Any) -> Any:
-        """Return the function, with what it holds."""
-        if self.code is functools.partial:
-            inner, args, keywords = captured
-            return functools.partial(self.inner.around(inner), *args, **keywords)
-        if not isinstance(self.code, types.CodeType):
-            return self.code.value if isinstance(self.code, _Static) else captured
-        cells, mutable, defaults, keyword_defaults = captured
-        closure = tuple([c.value if isinstance(c, _Static) else types.CellType(c) for c in cells])
-        made = types.FunctionType(self.code, {**self.namespace, **mutable}, None, defaults, closure)
-        made.__kwdefaults__ = keyword_defaults
-        return made
-
-
-def _captured(f: Any) -> Any:
-    """Return what a function holds besides its code, as a pytree."""
-    if isinstance(f, functools.partial):
-        return (_captured(f.func), f.args, f.keywords)
-    if not isinstance(f, types.FunctionType):
-        return f if _is_object(f) else None
-    cells = [cell.cell_contents if _is_full(cell) else _Static(cell) for cell in f.__closure__ or ()]
-    named = {name: f.__globals__.get(name) for name in f.__code__.co_names}
-    mutable = {n: v for n, v in named.items() if _is_object(v) or isinstance(v, (jax.Array, np.ndarray))}
-    return (cells, mutable, f.__defaults__, f.__kwdefaults__)
-
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:  # a name that has no value yet
-        return False
-    return True
-
-
-def _body(
-    shell: _Shell,
-    argnums: Any,
-    has_aux: bool,
-    tree: Any,
-    static: Any,
-    graph: Any,
-    structure: Any,
-    values: Any,
-    arrays: Any,
-) -> tuple[Any, dict[int, Any]]:
+def _body(argnums: Any, has_aux: bool, values: Any, arrays: Any) -> tuple[Any, dict[int, Any]]:
     """Compute value and gradients; return also the leaves of the state that have changed, by number."""
-    objects = nnx.merge(graph, jax.tree.unflatten(structure, values))
-    given, inputs = iter(objects), iter(arrays)
-    leaves = [next(given) if s is _OBJECT else next(inputs) if s is _INPUT else s.value for s in static]
-    args, kwargs, captured = jax.tree.unflatten(tree, leaves)
-    out = nnx.value_and_grad(shell.around(captured), argnums=argnums, has_aux=has_aux)(*args, **kwargs)
+    call: _Call = _LOCAL.call
+    objects = nnx.merge(call.graph, jax.tree.unflatten(call.structure, values))
+    f, args, kwargs = call.rebuilt(objects, arrays)
+    out = nnx.value_and_grad(f, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
     after, state = nnx.split(objects)
-    if after != graph:
+    if after != call.graph:
         got = "a function that adds attributes to a module, removes some, or changes static ones"
         needed = "a function that changes values of Variables only: it is one operation, compiled once"
         raise LazyError(Problem("lm.lazytensor.value_and_grad", got, needed, "nnx.value_and_grad(f)"))

@@ -1,6 +1,9 @@
 """A gradient as one operation: equal to ``nnx.value_and_grad``, whatever the function holds."""
 
 import functools
+import gc
+import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 
 import lazymods as lm
+from lazymods.lazytensor import gradient
 
 lt = lm.lazytensor
 X = jnp.asarray(np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6))
@@ -24,10 +28,6 @@ class Net(nnx.Module):
 
     def __call__(self, x):
         return self.norm(self.drop(self.fc(x)))
-
-
-class Traces:
-    count = 0
 
 
 NET: Net = Net()
@@ -91,21 +91,21 @@ def test_arrays_argnums_and_aux():
 
 
 def test_one_operation_traced_once_for_fresh_closures():
-    model, traces = Net(), Traces()
+    model = Net()
 
     def loss_of(x):
-        def loss(model):
-            traces.count += 1
-            return model(x).sum()
+        def scaled(y):
+            return y * 2.0
 
-        return loss
+        return lambda model: scaled(model(x)).sum()
 
+    gradient._programs.clear()
     for i in range(4):
         with lt.lazy():
             value, _ = lt.value_and_grad(loss_of(X * i))(model)
             assert lt.dump(value).count("\n") <= 3
             lt.mark_step()
-    assert traces.count == 1
+    assert len(gradient._programs) == 1
 
 
 def test_static_parts_of_a_closure_are_part_of_the_program():
@@ -135,3 +135,104 @@ def test_a_function_that_changes_the_structure():
         "  needed: a function that changes values of Variables only: it is one operation, compiled once\n"
         "  write:  nnx.value_and_grad(f)"
     )
+
+
+RATE, FLAG, TABLE = 1.0, True, {"rate": 1.0}
+HELPERS = types.SimpleNamespace(rate=1.0)
+
+
+class Rated(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2))
+        self.names = {"rate": 1.0}
+
+    def __call__(self, x):
+        return x * self.w * RATE * self.names["rate"]
+
+
+def _scaled(x):
+    return x * RATE if FLAG else -x * RATE
+
+
+def _losses():
+    model, objects = Rated(), types.SimpleNamespace(rate=1.0, model=Rated())
+    predict, counted = lm.jit(model), [1.0]
+    scaled = functools.partial(lambda x, k: _scaled(x) * k, k=2.0)
+    method = types.MethodType(lambda self, x: self.w * x, model)
+    mapped = jax.vmap(lambda v: model(v))
+
+    def change():
+        global RATE, FLAG
+        RATE, FLAG = RATE + 1.0, not FLAG
+        TABLE["rate"] += 1.0
+        HELPERS.rate += 1.0
+        objects.rate += 1.0
+        counted.append(2.0)
+        model.names["rate"] += 1.0
+        for one in (model, objects.model):
+            one.w[...] = one.w[...] * 2
+
+    return change, {
+        "global number": lambda x: (x * RATE).sum(),
+        "global flag": lambda x: x.sum() if FLAG else -x.sum(),
+        "global dict": lambda x: (x * TABLE["rate"]).sum(),
+        "global object": lambda x: (x * HELPERS.rate).sum(),
+        "helper": lambda x: _scaled(x).sum(),
+        "partial": lambda x: scaled(x).sum(),
+        "method of a class": lambda x: model(x).sum(),
+        "bound method": lambda x: method(x).sum(),
+        "nested lambda": lambda x: jax.vmap(lambda v: model(v))(x[None]).sum(),
+        "transformed": lambda x: mapped(x[None]).sum(),
+        "lm.jit": lambda x: predict(x).sum(),
+        "object": lambda x: (objects.model(x) * objects.rate).sum(),
+        "list": lambda x: (x * counted[-1]).sum(),
+        "global by name": lambda x: (x * globals()["RATE"]).sum(),
+    }
+
+
+@pytest.mark.parametrize("name", _losses()[1])
+def test_whatever_a_function_reaches_is_seen(name):
+    change, fs = _losses()
+    x = jnp.asarray([1.0, 2.0])
+    for _ in range(3):
+        with lt.lazy():
+            value, grad = map(np.asarray, lt.value_and_grad(fs[name])(x))
+        want, want_grad = jax.value_and_grad(fs[name])(x)
+        np.testing.assert_allclose(value, want, rtol=1e-6)
+        np.testing.assert_allclose(grad, want_grad, rtol=1e-6)
+        change()
+
+
+def test_writes_of_a_function_are_done_at_every_call():
+    count, seen = 0, []
+
+    def loss(x):
+        nonlocal count
+        count += 1
+        seen.append(count)
+        return x.sum()
+
+    for _ in range(3):
+        lt.value_and_grad(loss)(X)
+    assert (count, seen) == (3, [1, 2, 3])
+
+
+def test_a_helper_defined_anew_is_the_same_and_keeps_nothing_alive():
+    gradient._programs.clear()
+    models = []
+    for _ in range(3):
+        model = nnx.Linear(6, 2, rngs=nnx.Rngs(0))
+        models.append(weakref.ref(model))
+
+        def loss(x, model=model):
+            def forward(x):
+                return model(x)
+
+            return (forward(x) ** 2).sum()
+
+        with lt.lazy():
+            np.testing.assert_allclose(lt.value_and_grad(loss)(X)[0], (model(X) ** 2).sum(), rtol=1e-5)
+        del model, loss
+    gc.collect()
+    assert len(gradient._programs) == 1
+    assert [ref() for ref in models] == [None] * 3
