@@ -148,9 +148,7 @@ class _Rebuild:
     def __init__(self, leaves: list[Any], treedef: Any, kinds: list[int]) -> None:
         self._leaves, self._treedef, self._kinds = leaves, treedef, kinds
 
-    def __call__(
-        self, arrays: Sequence[Any], of: Callable[[Any], Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, arrays: Sequence[Any], of: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         waiting = iter(arrays)
         leaves = [next(waiting) if k == Kind.ARRAY else of(v) for v, k in zip(self._leaves, self._kinds, strict=True)]
         args, kwargs = self._treedef.unflatten(leaves)

@@ -131,6 +131,10 @@ class Binding:
         """Return what else a program depends on: shapes, dtypes, shardings in types, and the settings of JAX."""
         return signature_of(self.leaves)
 
+    def values_of_targets(self) -> list[Any]:
+        """Return the value of each target as it is held, typed keys as such."""
+        return [self.values[place] for place in self.places[self.inputs :]]
+
     def numbers_of(self, targets: Mapping[int, Any]) -> dict[int, int]:
         """Return which of this call's targets some Variables and places are."""
         known = {mark_of(t): n for n, t in enumerate(self.targets)}

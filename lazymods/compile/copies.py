@@ -334,8 +334,6 @@ def object_contents(thing: Any) -> Any:
     return held_by(thing, Kind.OBJECT)
 
 
-
-
 def _is_empty(cell: Any) -> bool:
     try:
         return cell.cell_contents is _EMPTY

@@ -19,6 +19,7 @@ import collections
 import copy
 import functools
 import gc
+import os
 import sys
 import threading
 import time
@@ -39,6 +40,7 @@ from lazymods.compile.binding import Binding, kind_of_input
 from lazymods.compile.branching import BranchingProgram, MoreReadError
 from lazymods.compile.cache import Cache, CacheInfo
 from lazymods.compile.captures import Captures
+from lazymods.compile.checking import checked
 from lazymods.compile.copies import Copies
 from lazymods.compile.explain import Situation, note_path, note_trace, structure_of
 from lazymods.compile.metrics import COUNTS
@@ -75,13 +77,14 @@ class JitFunction:
         self._function = function
         self._options = (donate_state, static_argnames, max_paths, check)
         self._donate, self.max_paths = donate_state, max_paths
-        self._check = check
+        self._check = check or os.environ.get("LAZYMODS_CHECK") == "1"
         self._reads = Reads()
         self._splitter = Splitter(function, static_argnames)
         self._captures = Captures(function, self._reads)
         self._lock = threading.RLock()  # one trace at a time
         self._cache = Cache(self._forget)
         self._plans: dict[Any, Plan] = {}
+        self._aliases: dict[Any, Any] = {}  # by the key of a model whose attributes a call has sorted: its key before
         self._hot: Hot | None = None
         self._has_signatures = False  # then it pays to look at shapes before jax.jit does
         self._situations: collections.deque[Situation] = collections.deque(maxlen=_KEPT_SITUATIONS)
@@ -167,11 +170,28 @@ class JitFunction:
         arguments = self._splitter.split(args, kwargs)
         if _TRACE.value is not _EVAL:
             return self._call_inside(arguments, args, kwargs)
-        while True:
-            try:
-                return self._call_outside(arguments, args, kwargs)
-            except MoreReadError:
-                continue
+
+        def run() -> Any:
+            while True:
+                try:
+                    return self._call_outside(arguments, args, kwargs)
+                except MoreReadError:
+                    continue
+
+        return self._checked(arguments, run) if self._check else run()
+
+    def _checked(self, arguments: Arguments, run: Callable[[], Any]) -> Any:
+        """Do a call that ``run`` does, in plain Python as well; what is lazy is sized before, for both."""
+        call = self._bind(arguments, whole=True)
+        before = Snapshot(*call.reach) if call.lazy else None
+        try:
+            if call.lazy and size(self._function, arguments, call, self._captures.attributes()):
+                call = self._bind(arguments, whole=True)
+            return checked(self.name, self._function, arguments, call, self._captures.attributes(), run)
+        except BaseException:
+            if before is not None:
+                before.restore()
+            raise
 
     def _call_outside(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call around which no trace is running."""
@@ -185,9 +205,7 @@ class JitFunction:
                     plan, call = self._plan(arguments, call)
                 except _DecidesError:
                     return self._function(*args, **kwargs)
-                self._hot = hot_call(args, kwargs, arguments, call, plan, self._captures)
-                if self._hot is not None and self._has_signatures:
-                    self._hot.signature = [*map(kind_of_input, arguments.arrays)]
+                self._hot = self._hot_call(args, kwargs, arguments, call, plan)
             if plan.branches and plan.program.is_hopeless:
                 return self._function(*args, **kwargs)
             try:
@@ -199,11 +217,31 @@ class JitFunction:
             except (HiddenModelError, NotSizedError) as error:  # of a new path
                 plan.program.is_hopeless, self._hot = isinstance(error, HiddenModelError), None
                 return self._function(*args, **kwargs)
-            return self._replay(record, outputs, call, plan)
+            key = (call.key, call.signature()) if record.only_sorts else None
+            out = self._replay(record, outputs, call, plan)
+            if key is not None:
+                self._note_sorted(key, self._bind(arguments))
+            return out
         except BaseException:
             if before is not None:
                 before.restore()
             raise
+
+    def _note_sorted(self, key: Any, after: Binding) -> None:
+        """Let models whose attributes a call has sorted, as transforms of NNX do, have the program of that call."""
+        found = (after.key, after.signature())
+        if found != key and found[1] == key[1]:
+            if len(self._aliases) > 4 * Cache.size:
+                self._aliases.clear()
+            self._aliases[found] = self._aliases.get(key, key)
+
+    def _hot_call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments, call: Binding, plan: Plan
+    ) -> Hot | None:
+        hot = None if self._check else hot_call(args, kwargs, arguments, call, plan, self._captures)
+        if hot is not None and self._has_signatures:
+            hot.signature = [*map(kind_of_input, arguments.arrays)]
+        return hot
 
     def _call_inside(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call in a trace that is running: as one operation of it, or by the function's Python if that decides."""
@@ -232,6 +270,7 @@ class JitFunction:
             self._cache.touch(plan.program)
             return plan, call
         key = (call.key, call.signature())
+        key = self._aliases.get(key, key)
         program = None if call.lazy else self._cache.get(key)
         if program is None:
             self._note(arguments, call)
@@ -420,12 +459,17 @@ def jit(
     donate_state: bool = False,
     static_argnames: str | Sequence[str] = (),
     max_paths: int = 16,
+    check: bool = False,
 ) -> JitFunction: ...
 
 
 @overload
 def jit(
-    *, donate_state: bool = False, static_argnames: str | Sequence[str] = (), max_paths: int = 16
+    *,
+    donate_state: bool = False,
+    static_argnames: str | Sequence[str] = (),
+    max_paths: int = 16,
+    check: bool = False,
 ) -> Callable[[Callable[..., Any]], JitFunction]: ...
 
 
@@ -435,6 +479,7 @@ def jit(
     donate_state: bool = False,
     static_argnames: str | Sequence[str] = (),
     max_paths: int = 16,
+    check: bool = False,
 ) -> Any:
     """Compile a function or module: the meaning of NNX, at the price of a raw ``jax.jit`` on a flat list of arrays.
 
@@ -443,17 +488,24 @@ def jit(
     two calls is seen: of structure, class, static attributes by type and value, sharing, shapes, dtypes and the
     settings of JAX. Each combination is traced and compiled once, for models of equal structure together.
 
-    The first call of a lazy model traces once as well: its parameters are made, and are inputs of the program. If its
+    The first call of a lazy model compiles once as well: its parameters are made, and are inputs of the program. If its
     layers are first called inside a transform such as ``nnx.grad``, a run without values comes before and sizes them.
 
+    The function is traced on copies: what fails changes nothing, and other threads may use the model meanwhile.
+
     Numbers and texts that the function closes over by themselves are constants, as for ``jax.jit``; those in an
-    object that holds a model, such as ``self.rate`` next to ``self.model``, are seen to change.
+    object that holds a model, such as ``self.rate`` next to ``self.model``, are seen to change if the function reads
+    them.
 
     Args:
         function: A function, a method, or a module, which is then called. Left out, ``jit`` is a decorator.
         donate_state: Donate the state that is written: its old arrays are deleted and their memory is used again.
         static_argnames: Parameters that the program depends on by value, a name or several.
         max_paths: How many ways through Python decisions on array values one input signature may have.
+        check: Run every call also in plain Python, on a deep copy made before, and compare outputs, state, structure,
+            order, metadata, static attributes, sharing and random state: exactly, and floats in arrays to rounding.
+            The way to make sure, at more than the price of both. ``LAZYMODS_CHECK=1`` in the environment turns it on
+            for all functions that are made.
 
     Returns:
         A function of the same arguments. It is a method when it is defined in a class. Its ``cache_info()`` says
@@ -462,6 +514,7 @@ def jit(
     Raises:
         ConfigurationError: If ``static_argnames`` names no parameter.
         ValueError: If ``max_paths`` is less than 1.
+        LazyError: At a call, with ``check``: the first difference from plain Python, by path.
 
     Example:
         >>> import jax.numpy as jnp, optax
@@ -482,5 +535,5 @@ def jit(
         raise ValueError(f"a function has at least 1 path, got max_paths={max_paths}")
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
     if function is None:
-        return lambda function: JitFunction(function, donate_state, names, max_paths)
-    return JitFunction(function, donate_state, names, max_paths)
+        return lambda function: JitFunction(function, donate_state, names, max_paths, check)
+    return JitFunction(function, donate_state, names, max_paths, check)

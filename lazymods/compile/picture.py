@@ -191,8 +191,9 @@ class Picture:
         if kind is Kind.QUEUE:
             self._emit(getattr(node, "maxlen", None), path)
         items: Iterable[tuple[Any, Any]] = enumerate(contents) if isinstance(contents, list) else contents.items()
-        if kind is Kind.NODE:
-            items = sorted(items)  # transforms of NNX sort attributes: models before and after are one structure
+        if kind is Kind.NODE:  # numbers don't depend on the order of attributes: transforms of NNX sort them
+            before, items = items, sorted(items)
+            self._emit(None if [k for k, _ in before] == [k for k, _ in items] else tuple(contents), path)
         for key, value in items:
             if isinstance(contents, dict):
                 self._emit(token(key), path)

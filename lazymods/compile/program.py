@@ -45,8 +45,8 @@ class Tape:
 
     def __init__(self, closed: Any, outputs: Sequence[int], inputs: Sequence[int], adopted: Sequence[int]) -> None:
         self.closed, self._outputs = closed, list(outputs)
-        self._count, self._inputs, self._adopted = len(closed.in_avals), list(inputs), list(adopted)
-        self._as_they_are = self._inputs == list(range(self._count)) and not self._adopted
+        self._inputs, self._adopted = list(inputs), list(adopted)
+        self._as_they_are = self._inputs == list(range(len(closed.in_avals))) and not self._adopted
         moved = set(adopted)
         self._consts = [None if n in moved else c for n, c in enumerate(closed.consts)]
         self.constants = [c for n, c in enumerate(closed.consts) if n not in moved]
@@ -67,7 +67,7 @@ class Tape:
             consts = list(consts)
             for number, value in zip(self._adopted, inputs[len(self._inputs) :], strict=True):
                 consts[number] = value
-            inputs = [given.get(n) for n in range(self._count)]
+            inputs = [given[n] if n in given else _zeros(v.aval) for n, v in enumerate(self._jaxpr.invars)]
         out = eval_jaxpr(self._jaxpr, consts, *inputs)
         return [out[i] for i in self._outputs]
 
@@ -165,6 +165,11 @@ class Program:
         return self._flat(leaves)
 
 
+def _zeros(aval: Any) -> Any:
+    """Return what stands for an input of which nothing is computed that is wanted: XLA leaves it out."""
+    return jax.lax.full(aval.shape, 0, aval.dtype)
+
+
 def signature_of(leaves: Sequence[Any]) -> Hashable:
     """Return what else a program depends on: shapes, dtypes, shardings in types, and the settings of JAX."""
     flat, treedef = jax.tree.flatten(leaves)
@@ -234,4 +239,3 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     if donate and None not in inputs:
         donated = sorted({i for i, o in kept if i is not None and ins[i].aval == avals[o]})
     return Program(tape, record, takes, len(ins), donated)
-

@@ -137,6 +137,11 @@ class Record:
         self.is_plain = not (self.changes or self.made or has_objects(self.out))
 
     @property
+    def only_sorts(self) -> bool:
+        """Whether attributes of nnx objects are in another order, and nothing else but values has changed."""
+        return bool(self.orders) and not (self.changes or self.made)
+
+    @property
     def returns_arrays(self) -> bool:
         """Whether what the function returned is made of nothing but arrays and static values."""
         return not has_objects(self.out)

@@ -1,0 +1,96 @@
+"""The shadow mode of ``lm.jit``: each call also runs in plain Python, on copies made before, and both are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from lazymods._errors import LazyError, Problem, one_line
+from lazymods.compile.arguments import Arguments
+from lazymods.compile.binding import Binding
+from lazymods.compile.copies import Copies
+from lazymods.compile.picture import Picture, held_by
+from lazymods.compile.shadow import compare
+
+
+def checked(
+    name: str,
+    function: Any,
+    arguments: Arguments,
+    call: Binding,
+    attributes: list[tuple[Any, str]],
+    run: Callable[[], Any],
+) -> Any:
+    """Run a call in plain Python on copies, then compiled, and compare what came of both.
+
+    Args:
+        name: What errors call the function.
+        function: The function.
+        arguments: Its arguments.
+        call: What it reaches.
+        attributes: Attributes of modules and classes, by which it finds some of that.
+        run: Does the call, compiled.
+
+    Returns:
+        What the compiled call returned.
+
+    Raises:
+        LazyError: The first difference, by path: in outputs, values, structure, order, metadata, static attributes,
+            sharing or random state; or an error that only one of both raised.
+    """
+    copies = Copies(Picture(call.reach))
+    _own_arrays(copies, call)
+    args, kwargs = arguments.rebuild([_own(a) for a in arguments.arrays], copies.of)
+    for owner, attribute in attributes:
+        copies.swap(owner, attribute)
+    want, got, plain_error, error = None, None, None, None
+    try:
+        with copies.swapped():
+            want = copies.of(function)(*args, **kwargs)
+    except Exception as raised:
+        plain_error = raised
+    try:
+        got = run()
+    except Exception as raised:
+        if plain_error is None:
+            raise
+        error = raised
+    if error is not None:
+        raise error
+    if plain_error is not None:
+        raise LazyError(
+            Problem(
+                name,
+                "a compiled call that ended well",
+                f"the error of plain Python: {type(plain_error).__name__}: {one_line(plain_error)}",
+                "the check that raises it with jax.debug or checkify; a program takes no decision that raises",
+            )
+        ) from plain_error
+    labels = [f"argument {type(v).__name__}" for v in (*arguments.roots, *arguments.variables)]
+    labels += [f"captured {type(v).__name__}" for v in call.captured.values]
+    compare(
+        name,
+        [("output", want), *zip(labels, map(copies.of, call.reach), strict=True)],
+        [("output", got), *zip(labels, call.reach, strict=True)],
+    )
+    return got
+
+
+def _own_arrays(copies: Copies, call: Binding) -> None:
+    """Let the copies have arrays of their own: the compiled call may donate those, or write to an array of numpy."""
+    for target, leaf in zip(call.targets, call.values_of_targets(), strict=True):
+        if hasattr(target, "mark"):
+            copies.give(target.node, target.key, jax.tree.map(_own, held_by(target.node)[target.key]))
+        else:
+            copies.give(target, None, jax.tree.map(_own, leaf))
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, jax.Array) and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+        return jax.numpy.array(value, copy=True)
+    return value
