@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -200,7 +201,7 @@ def _width(cell: str) -> int:
 
 def _dtype(parameter: ParameterShape) -> Any:
     """Return a parameter's dtype as numpy has it; the dtypes of random keys are JAX's alone."""
-    is_extended = jax.dtypes.issubdtype(parameter.dtype, jax.dtypes.extended)
+    is_extended = jnp.issubdtype(parameter.dtype, jax.dtypes.extended)
     return parameter.dtype if is_extended else np.dtype(parameter.dtype)
 
 

@@ -45,7 +45,7 @@ def stored(name: str, value: Any) -> tuple[str, Any] | None:
         return f"{name}.{JSON}", _encoded({"bytes": value.hex()})
     if isinstance(value, jax.Array):
         return name, value
-    if type(value) in (np.ndarray, np.memmap) and is_storable(value.dtype):
+    if isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap) and is_storable(value.dtype):
         return name, value
     if kind_of(value) is not ARRAY and hasattr(value, "__array__"):  # of another library, out of a hook
         array = as_array(value)

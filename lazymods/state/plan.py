@@ -200,7 +200,7 @@ def _check_plain(plan: Plan, place: Place, value: Any, current: Any) -> None:
         plan.problem(place, describe(value), "a number", f"a number for {place.name}")
     elif np.shape(array) != ():
         plan.mismatch(place, describe(array), f"one number, as {current!r} is")
-    elif isinstance(current, (int, np.integer, np.bool_)) and not np.isfinite(array):
+    elif isinstance(current, (int, np.integer, np.bool_)) and type(array) is not int and not np.isfinite(array):
         plan.problem(place, str(np.asarray(array)), f"a finite number, as {current!r} is", f"a number for {place.name}")
     else:
         number = array if is_number(array) else as_number(array, current)
