@@ -49,7 +49,7 @@ def stored(name: str, value: Any) -> tuple[str, Any] | None:
         return name, value
     if kind_of(value) is not ARRAY and hasattr(value, "__array__"):  # of another library, out of a hook
         array = as_array(value)
-        return None if array is None else (name, array)
+        return None if array is None or not is_storable(array.dtype) else (name, array)
     return None
 
 
