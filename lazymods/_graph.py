@@ -6,6 +6,7 @@ import enum
 import functools
 import sys
 import threading
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -65,16 +66,23 @@ class Kind(enum.IntEnum):
     NODE = 2  # an nnx object
     MAPPING = 3
     SEQUENCE = 4
-    OTHER = 5
+    PYTREE = 5  # an object of another class that JAX knows as a pytree, such as a flax.struct dataclass
+    OTHER = 6
 
 
-VARIABLE, ARRAY, NODE, MAPPING, SEQUENCE, OTHER = Kind
+VARIABLE, ARRAY, NODE, MAPPING, SEQUENCE, PYTREE, OTHER = Kind
+_LEAVES = (
+    *(int, float, complex, str, bytes, type, type(None), np.generic, np.dtype, functools.partial),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+)
 
 
 def kind_of(value: Any) -> Kind:
     """Tell what a value is to a walk; by its type alone, where that says it."""
     kind = _kind_of_type(type(value))
-    return _kind_of_instance(value) if kind is None else kind
+    if kind is None:
+        return _kind_of_instance(value)
+    return OTHER if kind is PYTREE and jax.tree_util.all_leaves((value,)) else kind  # registered late, perhaps
 
 
 @functools.lru_cache(maxsize=4096)  # isinstance() asks the metaclasses of Variables and arrays, every time
@@ -89,8 +97,10 @@ def _kind_of_type(cls: type) -> Kind | None:
         return MAPPING
     if issubclass(cls, (list, tuple)):
         return SEQUENCE
+    if issubclass(cls, _LEAVES):
+        return OTHER
     # tracers and Variables of hijax answer for what they stand for, as their metaclasses see it
-    return None if issubclass(cls, Tracer) or hasattr(cls, "aval") or hasattr(cls, "_var_type") else OTHER
+    return None if issubclass(cls, Tracer) or hasattr(cls, "aval") or hasattr(cls, "_var_type") else PYTREE
 
 
 def _kind_of_instance(value: Any) -> Kind:
@@ -100,16 +110,31 @@ def _kind_of_instance(value: Any) -> Kind:
 
 
 def children(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What an nnx object, mapping, list or tuple holds, by key."""
+    """What an nnx object, mapping, list, tuple or registered pytree holds, by key."""
     kind = kind_of(value)
     if kind is NODE:
         return [item for item in vars(value).items() if item[0] not in _PRIVATE]
     if kind is MAPPING:
         return list(value.items())
+    if kind is PYTREE:
+        return pytree_children(value)
     if kind is not SEQUENCE:
         return ()
     fields = getattr(value, "_fields", None)  # optax states are named tuples
     return zip(fields, value, strict=True) if fields and isinstance(value, tuple) else enumerate(value)
+
+
+def pytree_children(value: Any) -> list[tuple[Any, Any]]:
+    """What an object of a registered class holds, by the keys that ``nnx.state`` gives: ``a`` of ``pair.a``."""
+    found, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)
+    return [(_name_of(path[0]), child) for path, child in found]
+
+
+def _name_of(key: Any) -> Any:
+    for attribute in ("name", "key", "idx"):  # GetAttrKey, DictKey and FlattenedIndexKey, SequenceKey
+        if hasattr(key, attribute):
+            return getattr(key, attribute)
+    return str(key)
 
 
 def entries(model: Any) -> Iterator[Entry]:
@@ -125,7 +150,7 @@ def _entries(holder: Any, path: Path, above: tuple[int, ...]) -> Iterator[Entry]
         kind = kind_of(value)
         if kind <= ARRAY:
             yield Entry((*path, key), holder, key, value)
-        elif kind is NODE or (kind < OTHER and value):
+        elif kind in (NODE, PYTREE) or (kind < OTHER and value):
             yield from _entries(value, (*path, key), above)
 
 
@@ -144,7 +169,7 @@ def _collect_nodes(value: Any, path: Path, seen: set[int], found: list[tuple[Pat
         found.append((path, value))
     for key, child in children(value):
         kind = kind_of(child)
-        if kind is NODE or (NODE < kind < OTHER and child):
+        if kind in (NODE, PYTREE) or (NODE < kind < OTHER and child):
             _collect_nodes(child, (*path, key), seen, found)
 
 
@@ -161,7 +186,7 @@ def get_child(holder: Any, key: Any) -> Any:
         return getattr(holder, key, MISSING)
     if isinstance(holder, (list, tuple)):
         return holder[key] if key < len(holder) else MISSING
-    return MISSING
+    return dict(children(holder)).get(key, MISSING)
 
 
 def at(model: Any, path: Path) -> Any:

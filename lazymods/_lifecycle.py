@@ -24,7 +24,7 @@ from lazymods import _compat, _compat_abstract, _graph
 from lazymods._blueprint import Blueprint, Node, Slot, Static
 from lazymods._building import Builder, Mould
 from lazymods._errors import Problem, ShapeInferenceError, located
-from lazymods._graph import STATE, Path, dotted
+from lazymods._graph import NODE, STATE, Path, dotted, kind_of
 from lazymods._placeholder import (
     UninitializedArray,
     UninitializedVariable,
@@ -312,11 +312,11 @@ def _taken(blueprint: Blueprint, own: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 def put(holder: Any, key: Any, array: Any) -> None:
-    """Write a raw array into the object, dict or list that holds it."""
-    if isinstance(holder, (dict, list)):
-        holder[key] = array
-    else:
+    """Write a raw array into the object, mapping or list that holds it."""
+    if kind_of(holder) is NODE:
         object.__setattr__(holder, key, array)
+    else:
+        holder[key] = array
 
 
 # ---------------------------------------------------------------- settling

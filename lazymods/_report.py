@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -51,7 +52,7 @@ class ParameterShape:
     @property
     def nbytes(self) -> int | None:
         """The number of bytes; None while an axis is unknown."""
-        return None if self.size is None else self.size * np.dtype(self.dtype).itemsize
+        return None if self.size is None else self.size * _dtype(self).itemsize
 
     def __str__(self) -> str:
         """Write name, dtype and shape."""
@@ -198,9 +199,15 @@ def _width(cell: str) -> int:
     return max(len(line) for line in cell.split("\n"))
 
 
+def _dtype(parameter: ParameterShape) -> Any:
+    """Return a parameter's dtype as numpy has it; the dtypes of random keys are JAX's alone."""
+    is_extended = jnp.issubdtype(parameter.dtype, jax.dtypes.extended)
+    return parameter.dtype if is_extended else np.dtype(parameter.dtype)
+
+
 def _cells(row: LayerRow) -> list[str]:
     parameters = "\n".join(map(str, row.parameters))
-    dtypes = "\n".join(str(np.dtype(p.dtype)) for p in row.parameters)
+    dtypes = "\n".join(str(_dtype(p)) for p in row.parameters)
     inferred = ", ".join(f"{k}={v}" for k, v in row.inferred.items())
     count = "?" if row.size is None else f"{row.size:,}"
     size = "?" if row.nbytes is None else _bytes(row.nbytes)
@@ -290,7 +297,7 @@ def _own_parameters(node: Any, seen: set[int]) -> Iterator[ParameterShape]:
 
 def _inside_object(holder: Any, path: Path) -> bool:
     for key in path[:-1]:
-        holder = holder[key]
+        holder = _graph.get_child(holder, key)
         if isinstance(holder, nnx.Pytree):
             return True
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 from lazymods import _compat, _graph
@@ -29,8 +30,10 @@ class Snapshot:
             return
         if kind is NODE:
             self._nodes.append((value, type(value), dict(vars(value))))
-        elif isinstance(value, (dict, list)):
+        elif isinstance(value, list):
             self._containers.append((value, value.copy()))
+        elif isinstance(value, MutableMapping):
+            self._containers.append((value, dict(value)))
         for _, child in _graph.children(value):
             if kind_of(child) not in (ARRAY, OTHER):
                 self._take(child, seen)

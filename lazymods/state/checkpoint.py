@@ -14,7 +14,7 @@ from flax import nnx
 from lazymods import _graph, _lifecycle
 from lazymods._errors import StateDictError
 from lazymods.state import names, training
-from lazymods.state.entries import IMPL, Place, Survey, named_places
+from lazymods.state.entries import Place, Survey, base_name
 from lazymods.state.files.opening import open_checkpoint
 from lazymods.state.files.stored import Checkpoint, StoredTensor, refuse
 from lazymods.state.load import LoadResult, Origin, load_entries
@@ -45,7 +45,7 @@ def load(
 
     Args:
         model: An nnx module, or any nnx object, also one that ``nnx.eval_shape`` made; or a dict of a training state
-            as :func:`save` takes it, whose numbers are set in the dict.
+            as :func:`save` takes it, whose numbers and texts are set in it: a number of another type takes the file's.
         path: A file or folder; its format is told by its content, then by its name: safetensors, an index of sharded
             files (``*.index.json``), a Hugging Face folder, npz, an Orbax folder, or a PyTorch file (``pip install
             lazymods[torch]``).
@@ -74,7 +74,8 @@ def load(
         ValueError: If an argument has no such choice.
 
     Warns:
-        UserWarning: If a matrix of 8-bit numbers, as quantized weights are stored, goes into wider floats.
+        UserWarning: If two parameters of the model are one in the file; or if a matrix of 8-bit numbers, as quantized
+            weights are stored, goes into wider floats.
 
     Example:
         >>> import tempfile, lazymods as lm
@@ -101,7 +102,7 @@ def load(
         # for is not read
         wanted = entries if survey.hooked or training.is_training_state(model) else survey.places
         entries = {
-            n: v.read() if isinstance(v, StoredTensor) and n.removesuffix(f".{IMPL}") in wanted else v
+            n: v.read() if isinstance(v, StoredTensor) and (n in wanted or base_name(n) in wanted) else v
             for n, v in entries.items()
         }
         _check_booleans(entries, file)
@@ -116,7 +117,7 @@ def load(
             else:
                 result = load_entries(model, entries, survey=survey, **options)
         if layout == "flax":
-            _tie_again(model, file, sources)
+            _warn_of_untied(survey.places, file, sources)
     return result
 
 
@@ -176,15 +177,17 @@ def _is_wider_float(value: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
 
 
-def _tie_again(model: Any, file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> None:
-    """Let the names that the file says are one parameter be one in the model, if they can be."""
-    if not file.aliases:
-        return
-    places = named_places(model)
+def _warn_of_untied(places: Mapping[str, Place], file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> None:
+    """Say what is one parameter in the file and two in the model: which Variables it shares, the model decides."""
     name_of = {origin: name for name, (origin, *_) in sources.items()}
+    apart = []
     for alias, kept in file.aliases.items():
         here, there = places.get(name_of.get(alias, "")), places.get(name_of.get(kept, ""))
-        if here is None or there is None or here.owner is there.owner or here.leaf or there.leaf:
-            continue
-        if isinstance(there.owner, nnx.Variable) and type(here.owner) is type(there.owner):
-            _lifecycle.put(here.holder, here.key, there.owner)
+        if here and there and here.is_variable and there.is_variable and here.owner is not there.owner:
+            apart.append((here.name, there.name))
+    if apart:
+        shown = ", ".join(f"{a} and {b}" for a, b in apart[:3])
+        more = f" and {len(apart) - 3} more pairs" if len(apart) > 3 else ""
+        told = f"{file.path.name}: {shown}{more} are one parameter in the file and two in the model"
+        text = f"{told}; both are filled, and will train apart. To tie them: model.{apart[0][0]} = model.{apart[0][1]}"
+        warnings.warn(text, stacklevel=3)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
-import numpy as np
+import jax
 from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._errors import Problem, StateDictError
-from lazymods._graph import ARRAY, VARIABLE, Path, dotted, kind_of
+from lazymods._graph import ARRAY, MAPPING, NODE, OTHER, PYTREE, SEQUENCE, VARIABLE, Path, dotted, kind_of
 from lazymods._hooks import hooks_of
-from lazymods._lifecycle import TRANSIENT
+from lazymods._lifecycle import TRANSIENT, put
 from lazymods._recipe import is_key
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
+JSON = "json"  # the entry that holds what no array can, a text or a large number: "run_name.json"
+
+
+def base_name(name: str) -> str:
+    """Return the name of the entry that another entry of a file belongs to: ``rngs.key`` for ``rngs.key.impl``."""
+    stem, _, last = name.rpartition(".")
+    return stem if last in (IMPL, JSON) else name
 
 
 class Place(NamedTuple):
@@ -23,10 +31,10 @@ class Place(NamedTuple):
 
     Attributes:
         name: The dotted name.
-        holder: The object, dict or list that holds the Variable or raw array.
+        holder: The object, mapping or list that holds the owner.
         key: Under which attribute or key.
-        owner: The Variable or raw array.
-        leaf: The path inside the Variable's value, if that is a pytree; () for an array.
+        owner: The Variable, or what cannot be changed but only replaced: an array, a number, a tuple of arrays.
+        leaf: The path inside the owner (inside its value, if it is a Variable); () for the owner itself.
         lazy: Whether the owner is a placeholder.
     """
 
@@ -39,15 +47,43 @@ class Place(NamedTuple):
 
     @property
     def value(self) -> Any:
-        """The array (or number) that is there, or the placeholder."""
-        if self.lazy or kind_of(self.owner) is not VARIABLE:
+        """The array, number or text that is there, or the placeholder."""
+        if self.lazy:
             return self.owner
-        return leaf_of(raw_of(self.owner), self.leaf)
+        return leaf_of(raw_of(self.owner) if self.is_variable else self.owner, self.leaf)
+
+    @property
+    def is_variable(self) -> bool:
+        """Whether a Variable holds it."""
+        return kind_of(self.owner) is VARIABLE
+
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What is the same for the names of one and the same thing: a shared Variable, or a place in a shared object.
+
+        Arrays are no identity: nobody can change one, so two attributes that are one array are not tied.
+        """
+        return (id(self.owner), self.leaf) if self.is_variable else (id(self.holder), self.key, self.leaf)
 
     @property
     def is_rng(self) -> bool:
         """Whether it is random state."""
-        return isinstance(self.owner, nnx.RngState) or (kind_of(self.owner) is ARRAY and is_key(self.owner))
+        return isinstance(self.owner, nnx.RngState) or (not self.is_variable and is_key(self.value))
+
+    def replace(self, values: Mapping[Path, Any]) -> Any:
+        """Return what the owner becomes with other values at some paths inside it."""
+        if () in values:
+            return values[()]
+        return _replaced(raw_of(self.owner) if self.is_variable else self.owner, values)
+
+    def write(self, value: Any) -> None:
+        """Write the owner's new value."""
+        if not self.is_variable:
+            put(self.holder, self.key, value)
+        elif self.owner.get_metadata("ref", False):
+            self.owner.set_value(value)
+        else:
+            self.owner.set_raw_value(value)
 
 
 def raw_of(variable: nnx.Variable[Any]) -> Any:
@@ -84,25 +120,99 @@ def prefix_of(path: Path) -> str:
 
 
 def leaf_of(value: Any, path: Path) -> Any:
-    """Return what a pytree of dicts, lists and tuples holds at a path."""
+    """Return what a pytree holds at a path."""
     for key in path:
-        value = value[key]
+        value = _graph.get_child(value, key)
     return value
 
 
-def places(model: Any, prefix: Path = ()) -> Iterator[Place]:
-    """Every entry of a model, in definition order; caches and intermediates are left out."""
-    for path, holder, key, value in _graph.entries(model):
+def _replaced(tree: Any, values: Mapping[Path, Any]) -> Any:
+    """Return a pytree of the same types with other values at some paths."""
+    if () in values:
+        return values[()]
+    below: dict[Any, dict[Path, Any]] = {}
+    for (key, *rest), value in values.items():
+        below.setdefault(key, {})[tuple(rest)] = value
+    new = {k: _replaced(c, below[k]) if k in below else c for k, c in _graph.children(tree)}
+    kind = kind_of(tree)
+    if kind is PYTREE or (kind is MAPPING and not isinstance(tree, MutableMapping)):
+        outer = jax.tree_util.tree_structure(tree, is_leaf=lambda x: x is not tree)
+        keys = [k for k, _ in _graph.pytree_children(tree)]
+        return outer.unflatten([new[k] for k in keys]) if keys else type(tree)(new)
+    if isinstance(tree, tuple):
+        out = tuple.__new__(type(tree), new.values())
+        if hasattr(out, "__dict__"):
+            vars(out).update(vars(tree))
+        return out
+    out = copy.copy(tree)
+    for key in below:
+        out[key] = new[key]
+    return out
+
+
+class _Walk:
+    """The walk that finds the places.
+
+    Attributes:
+        found: The places, in definition order.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Place] = []
+        self._above: list[int] = []
+
+    def inside(self, holder: Any, path: Path, plain: bool = False) -> None:
+        """Take what an nnx object, mapping or list holds; ``plain``: also what is no array, as in a training state."""
+        if id(holder) in self._above:  # a cycle
+            return
+        self._above.append(id(holder))
+        declared = _compat.data_names(holder) if kind_of(holder) is NODE else {}
+        for key, value in _graph.children(holder):
+            kind = kind_of(value)
+            if kind is VARIABLE:
+                self._variable(holder, key, value, (*path, key))
+            elif kind is ARRAY:
+                self.found.append(Place(dotted((*path, key)), holder, key, value))
+            elif kind is not OTHER or plain or declared.get(key):  # what else configures a module is no state
+                data = plain or bool(declared.get(key))
+                self._value(Place("", holder, key, value), value, (*path, key), data)
+        self._above.pop()
+
+    def _variable(self, holder: Any, key: Any, value: Any, path: Path) -> None:
+        if isinstance(value, TRANSIENT):
+            return
+        if _graph.is_placeholder(value):
+            self.found.append(Place(dotted(path), holder, key, value, (), True))
+            return
+        raw = raw_of(value)
+        if kind_of(raw) is ARRAY:
+            self.found.append(Place(dotted(path), holder, key, value))
+        else:
+            self._value(Place("", holder, key, value), raw, path, True, fixed=True)
+
+    def _value(self, at: Place, value: Any, path: Path, plain: bool, *, fixed: bool = False) -> None:
+        """Take a value; ``fixed``: it is inside one that is replaced as a whole."""
         kind = kind_of(value)
-        if kind is VARIABLE and isinstance(value, TRANSIENT):
-            continue
-        path = (*prefix, *path)
-        lazy = kind is VARIABLE and _graph.is_placeholder(value)
-        if lazy or kind is not VARIABLE:
-            yield Place(dotted(path), holder, key, value, (), lazy)
-            continue
-        for leaf in _leaves(raw_of(value), ()):
-            yield Place(dotted((*path, *leaf)), holder, key, value, leaf)
+        if kind is VARIABLE:
+            holder, key = (None, None) if at.leaf else (at.holder, at.key)
+            self._variable(holder, key, value, path)
+        elif kind is NODE:
+            self.inside(value, path)
+        elif kind is ARRAY or (kind is OTHER and plain and value is not None):
+            self.found.append(at._replace(name=dotted(path)))
+        elif not fixed and (isinstance(value, list) or (kind is MAPPING and isinstance(value, MutableMapping))):
+            self.inside(value, path, plain)
+        elif kind in (MAPPING, SEQUENCE, PYTREE):
+            for key, child in _graph.children(value):
+                within = fixed or kind is PYTREE
+                self._value(at._replace(leaf=(*at.leaf, key)), child, (*path, key), plain, fixed=within)
+
+
+def places(model: Any) -> list[Place]:
+    """Every entry of a model, in definition order; caches and intermediates are left out."""
+    walk = _Walk()
+    walk.inside(model, (), plain=kind_of(model) is not NODE)
+    return walk.found
 
 
 def named_places(model: Any) -> dict[str, Place]:
@@ -122,16 +232,3 @@ def named_places(model: Any) -> dict[str, Place]:
             )
         out[place.name] = place
     return out
-
-
-def _leaves(value: Any, path: Path) -> Iterator[Path]:
-    if kind_of(value) is ARRAY:
-        yield path
-    elif isinstance(value, dict):
-        for key, child in value.items():
-            yield from _leaves(child, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for i, child in enumerate(value):
-            yield from _leaves(child, (*path, i))
-    elif isinstance(value, (int, float, complex, np.generic)):
-        yield path

@@ -21,9 +21,9 @@ from lazymods._errors import (
 )
 from lazymods._graph import STATE, dotted
 from lazymods._placeholder import UninitializedArray
-from lazymods._recipe import is_key
 from lazymods._snapshot import Snapshot
-from lazymods.state.entries import Survey, home_trace, leaf_of, prefix_of, raw_of
+from lazymods.state.entries import Survey, home_trace, prefix_of
+from lazymods.state.plain import decoded
 from lazymods.state.plan import Plan, Write, make_plan
 from lazymods.state.transfer import Incoming, transfer
 from lazymods.state.values import cast
@@ -121,6 +121,10 @@ def load_state_dict(
     wrong = [k for k in state_dict if not isinstance(k, str)]
     if wrong:
         raise TypeError(f"names are dotted strings, got {wrong[0]!r} of type {type(wrong[0]).__name__}")
+    from lazymods.state import training  # which loads by what is below
+
+    if training.is_training_state(model):
+        return training.load_entries(model, state_dict, strict=strict, mismatched=mismatched)
     return load_entries(model, state_dict, strict=strict, mismatched=mismatched)
 
 
@@ -175,7 +179,7 @@ def load_entries(
         if survey.hooked:
             given = _run_pre_hooks(survey, given, strict)
             survey = Survey(model)  # a hook may do anything
-        plan = make_plan(survey, given, skip=mismatched == "skip", dtype=dtype)
+        plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
         matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
         result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
         after = [n for _, n in survey.hooked if _hooks.hooks_of(n, "load_state_dict_post")]
@@ -252,11 +256,16 @@ def _heading(model: Any, origin: Origin) -> str:
 def _write(plan: Plan, origin: Origin) -> None:
     sized = {id(layer) for layer, _ in plan.sized}
     waiting = [(p, n) for p, n in plan.lazy if id(n) not in sized and _graph.has_uninitialized_params(n)]
-    batch = [w for w in plan.writes.values() if isinstance(w.value, np.ndarray) and not _stays_numpy(w)]
+    batch = [w for w in plan.writes.values() if _is_transferred(w)]
     arrays = transfer([_incoming(w, origin) for w in batch], origin.advance)
     on_device = {w.place.name: a for w, a in zip(batch, arrays, strict=True)}
+    parts: dict[tuple[Any, ...], tuple[Write, dict[Any, Any]]] = {}  # several may be parts of one tuple
     for write in plan.writes.values():
-        _write_entry(write, on_device.get(write.place.name))
+        value = _new_value(write, on_device.get(write.place.name))
+        parts.setdefault(write.place.identity[:-1], (write, {}))[1][write.place.leaf] = value
+    made = [(write, write.place.replace(values)) for write, values in parts.values()]
+    for write, value in made:  # nothing fails from here on that could be known before
+        _put(write, value)
     for layer, blueprint in plan.sized:
         _lifecycle.settle(layer, blueprint)
     written = {id(write.place.owner) for write in plan.writes.values()}
@@ -273,9 +282,9 @@ def _write(plan: Plan, origin: Origin) -> None:
             raise StateDictError(Problem(where, got, needed, line), heading=_heading(plan.model, origin)) from error
 
 
-def _stays_numpy(write: Write) -> bool:
-    """Whether the entry replaces a numpy array: numpy's 64 bits are not JAX's to cut."""
-    return isinstance(write.place.owner, np.ndarray)
+def _is_transferred(write: Write) -> bool:
+    """Whether an entry goes to the device as it lies in memory; numpy's 64 bits are not JAX's to cut."""
+    return isinstance(write.value, np.ndarray) and write.dtype is not None and not isinstance(write.current, np.ndarray)
 
 
 def _incoming(write: Write, origin: Origin) -> Incoming:
@@ -287,33 +296,21 @@ def _incoming(write: Write, origin: Origin) -> Incoming:
     return Incoming(write.value, write.dtype, sharding, id(write.value) in origin.owned)
 
 
-def _write_entry(write: Write, array: jax.Array | None) -> None:
-    place, owner = write.place, write.place.owner
-    if array is None and not _stays_numpy(write) and not is_key(write.value):
-        array = cast(write.value, write.dtype, write.current)
-    if _graph.is_placeholder(owner):
-        if isinstance(owner, UninitializedArray):
-            _lifecycle.put(place.holder, place.key, array)
-        else:
-            owner.become(array)
-    elif _stays_numpy(write):
-        _lifecycle.put(place.holder, place.key, np.array(write.value, owner.dtype))
-    elif not isinstance(owner, nnx.Variable):
-        _lifecycle.put(place.holder, place.key, array)
-    elif is_key(write.value):
-        owner.set_raw_value(write.value)
+def _new_value(write: Write, array: jax.Array | None) -> Any:
+    if array is not None:
+        return array
+    if write.dtype is None:
+        return write.value
+    if isinstance(write.current, np.ndarray):
+        return np.array(write.value, write.current.dtype)
+    return cast(write.value, write.dtype, write.current)
+
+
+def _put(write: Write, value: Any) -> None:
+    place = write.place
+    if not place.lazy:
+        place.write(value)
+    elif isinstance(place.owner, UninitializedArray):
+        _lifecycle.put(place.holder, place.key, value)
     else:
-        whole = _replace_leaf(raw_of(owner), place.leaf, array)
-        owner.set_value(whole) if owner.get_metadata("ref", False) else owner.set_raw_value(whole)
-
-
-def _replace_leaf(tree: Any, path: Any, value: Any) -> Any:
-    if not path:
-        return value
-    key, *rest = path
-    child = _replace_leaf(leaf_of(tree, (key,)), rest, value)
-    if isinstance(tree, dict):
-        return tree | {key: child}
-    items = list(tree)
-    items[key] = child
-    return items if isinstance(tree, list) else tuple(items)
+        place.owner.become(value)

@@ -16,7 +16,7 @@ from flax import nnx
 
 from lazymods._errors import Problem
 from lazymods._graph import dotted
-from lazymods.state.entries import Survey
+from lazymods.state.entries import Survey, base_name
 
 Rename = Mapping[str, "str | None"] | Sequence[tuple[str, "str | None"]] | Callable[[str], "str | None"]
 
@@ -101,7 +101,8 @@ def matched(survey: Survey, tensors: Mapping[str, Any], *, leaves: bool) -> dict
             spellings.setdefault(_canonical(dotted(spelling)), set()).add(dotted(path))
     out: dict[str, str] = {}
     for name, tensor in tensors.items():
-        new = name if name in known else _match(name, tensor, paths, spellings, known if leaves else None)
+        is_known = name in known or base_name(name) in known
+        new = name if is_known else _match(name, tensor, paths, spellings, known if leaves else None)
         if new in out or (new != name and new in tensors):
             new = name
         out[new] = name

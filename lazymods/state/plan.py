@@ -13,17 +13,21 @@ from jax.core import Tracer
 from lazymods import _compat, _graph, _lifecycle
 from lazymods._blueprint import Blueprint
 from lazymods._errors import Problem, describe, located
-from lazymods._graph import STATE, Path, dotted
+from lazymods._graph import OTHER, STATE, Path, dotted, kind_of
 from lazymods._placeholder import UninitializedVariable, fits, show_shape
 from lazymods._recipe import Shape, is_key
 from lazymods._spec import REFUSALS, LayerSpec
 from lazymods._template import Template
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
+from lazymods.state.plain import as_number, is_number
 from lazymods.state.values import as_array, cast_problem, same_values
 
 
 class Write(NamedTuple):
-    """An entry that fits: where it goes, its value, the dtype that it gets, and what is there now."""
+    """An entry that fits: where it goes, its value, the dtype that it gets, and what is there now.
+
+    The dtype is None for what is written as it is: a number, a text, a random key.
+    """
 
     place: Place
     value: Any
@@ -99,7 +103,7 @@ def make_plan(survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: An
     used: set[str] = set()
     groups: dict[tuple[int, Any], list[Place]] = {}
     for place in plan.places.values():
-        groups.setdefault((id(place.owner), place.leaf), []).append(place)
+        groups.setdefault(place.identity, []).append(place)
     for aliases in groups.values():
         found = [p for p in aliases if p.name in given]
         used.update(p.name for p in found)
@@ -120,6 +124,11 @@ def make_plan(survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: An
     plan.missing.sort(key=order.__getitem__)
     plan.unexpected = [k for k in given if k not in used]
     return plan
+
+
+def is_deleted(array: Any) -> bool:
+    """Whether it is a JAX array that was deleted or donated."""
+    return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted()
 
 
 def _ties_agree(plan: Plan, found: list[Place], given: Mapping[str, Any]) -> bool:
@@ -152,8 +161,11 @@ def _check_entry(plan: Plan, place: Place, value: Any) -> None:
                 )
             )
         return
+    if kind_of(current) is OTHER and not (isinstance(value, Tracer) and is_number(current)):
+        _check_plain(plan, place, value, current)
+        return
     array = as_array(value)
-    if array is None or (isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted()):
+    if array is None or is_deleted(array):
         got = f"a value of type {type(value).__name__}" if array is None else "an array that was deleted or donated"
         plan.problem(place, got, "an array of numbers", f"jnp.asarray(...) for {place.name}")
         return
@@ -172,6 +184,27 @@ def _check_entry(plan: Plan, place: Place, value: Any) -> None:
         plan.problem(place, describe(array), reason, f"{place.name} in a dtype that casts to {np.dtype(dtype).name}")
         return
     plan.writes[place.name] = Write(place, array, dtype, current)
+
+
+def _check_plain(plan: Plan, place: Place, value: Any, current: Any) -> None:
+    """Check what is to take the place of a number, a text or another object."""
+    if not is_number(current):
+        if type(value) is type(current):
+            plan.writes[place.name] = Write(place, value, None, current)
+        else:
+            needed = f"a value of type {type(current).__name__}, as the one that is there"
+            plan.problem(place, describe(value), needed, f"a value of that type for {place.name}")
+        return
+    array = value if is_number(value) else as_array(value)
+    if array is None or is_deleted(array):
+        plan.problem(place, describe(value), "a number", f"a number for {place.name}")
+    elif np.shape(array) != ():
+        plan.mismatch(place, describe(array), f"one number, as {current!r} is")
+    elif isinstance(current, (int, np.integer, np.bool_)) and type(array) is not int and not np.isfinite(array):
+        plan.problem(place, str(np.asarray(array)), f"a finite number, as {current!r} is", f"a number for {place.name}")
+    else:
+        number = array if is_number(array) else as_number(array, current)
+        plan.writes[place.name] = Write(place, number, None, current)
 
 
 def _partial(value: UninitializedVariable) -> str:
@@ -193,7 +226,8 @@ def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
     if is_key(value):
         named, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
     array = as_array(value)
-    if array is None or array.dtype != np.uint32 or (named is not None and impl is not None and named != impl):
+    is_other = named is not None and impl is not None and named != impl
+    if array is None or is_deleted(array) or array.dtype != np.uint32 or is_other:
         got = f"{describe(value)} of a {named or 'nameless'} key"
         plan.problem(place, got, f"the data of a {impl} key, uint32", "lm.state_dict(model, include_rng=True)")
         return
@@ -202,7 +236,9 @@ def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
         plan.mismatch(place, describe(array), f"shape {wanted}")
         return
     key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl or named)
-    plan.writes[place.name] = Write(place, key, key.dtype, current)
+    if isinstance(current, jax.Array) and not isinstance(current, Tracer) and current.committed:
+        key = jax.device_put(key, current.sharding)
+    plan.writes[place.name] = Write(place, key, None, current)
 
 
 def _check_lazy_layers(plan: Plan) -> None:

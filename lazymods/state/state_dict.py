@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _graph, _hooks
+from lazymods._errors import Problem, StateDictError
 from lazymods._recipe import is_key
 from lazymods.state.entries import IMPL, named_places, prefix_of
 
@@ -23,8 +24,9 @@ def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = Fal
             implementation, in ASCII codes, under ``name.impl``; a counter as it is.
 
     Returns:
-        An ordinary dict in definition order. Values are the live arrays, placeholders appear as themselves, and
-        what is shared appears under each of its names. Caches and intermediates are left out.
+        An ordinary dict in definition order. Values are the live arrays (also those in tuples and in registered
+        pytrees: ``pair.a``), and the numbers and texts that a training state holds; placeholders appear
+        as themselves, and what is shared appears under each of its names. Caches and intermediates are left out.
 
     Example:
         >>> import lazymods as lm
@@ -36,13 +38,18 @@ def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = Fal
     for path, node in hooked:
         _hooks.run_hooks(node, "state_dict_pre", prefix_of(path), True)
     out: dict[str, Any] = {}
-    for place in named_places(model).values():
+    places = named_places(model)
+    for place in places.values():
         if place.is_rng and not include_rng:
             continue
         value = place.value
         if is_key(value) and not _graph.is_placeholder(value):
             out[place.name] = jax.random.key_data(value)
-            out[f"{place.name}.{IMPL}"] = np.frombuffer(str(jax.random.key_impl(value)).encode(), np.uint8)
+            name = f"{place.name}.{IMPL}"
+            if name in places:
+                needed, line = "that name for the key's implementation", f"another name than {IMPL}"
+                raise StateDictError(Problem(name, f"an entry beside the key {place.name}", needed, line))
+            out[name] = np.frombuffer(str(jax.random.key_impl(value)).encode(), np.uint8)
         else:
             out[place.name] = value
     for path, node in reversed(hooked):  # children before parents

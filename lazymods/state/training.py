@@ -2,106 +2,107 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
-from lazymods import _graph
-from lazymods._errors import Problem, StateDictError, UninitializedError, describe
+from lazymods import _compat, _graph
+from lazymods._errors import Problem, UninitializedError
+from lazymods._graph import NODE, OTHER, dotted, kind_of
 from lazymods._optimizer import LazyOptimizer
 from lazymods._snapshot import Snapshot
 from lazymods.state import load
-
-Numbers = (bool, int, float, complex)
+from lazymods.state.entries import named_places, prefix_of
 
 
 def is_training_state(model: Any) -> bool:
     """Whether what is saved or loaded is a dict of things rather than one of them."""
-    return isinstance(model, Mapping) and not isinstance(model, nnx.Pytree)  # nnx.Dict is a module
-
-
-def numbers(model: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the numbers that a training state holds, as arrays."""
-    if not is_training_state(model):
-        return {}
-    return {str(k): np.asarray(v) for k, v in model.items() if isinstance(v, Numbers)}
+    return kind_of(model) is not NODE  # nnx.Dict is a module
 
 
 def load_entries(
-    state: MutableMapping[str, Any],
+    state: Any,
     entries: Mapping[str, Any],
     *,
     strict: bool,
     mismatched: str,
-    dtype: Any,
-    origin: load.Origin,
+    dtype: Any = None,
+    origin: load.Origin | None = None,
 ) -> load.LoadResult:
-    """Write entries into a training state; its numbers get the types that they have.
+    """Write entries into a training state.
 
-    An optimizer without a state gets one first, made for the module that the entries have sized.
+    Optimizers without a state get one first, each made for the module that its entries fit, once the other entries have
+    sized the modules.
 
     Raises:
-        StateDictError: As for a module; also if a number is no number in the entries.
+        StateDictError: As for a module.
         UninitializedError: If it does not follow which module an optimizer without a state is for.
     """
-    mine = numbers(state)
-    found = {key: entries[key] for key in mine if key in entries}
-    for key, value in found.items():
-        if np.shape(value) != () or not isinstance(value, np.ndarray):
-            problem = Problem(
-                key, describe(value), f"one number, as {state[key]!r} is", f"a {origin.name} of this state"
-            )
-            raise StateDictError(problem, heading=f"{origin.name} does not fit the training state; nothing was loaded")
-    rest = {name: value for name, value in entries.items() if name not in mine}
+    lazy = lazy_optimizers(state)
+    if not lazy:
+        return load.load_entries(state, entries, strict=strict, mismatched=mismatched, dtype=dtype, origin=origin)
     snapshot = Snapshot(state)
     try:
-        for optimizer in lazy_optimizers(state).values():
-            module, prefix = model_of(state)
-            own = {n.removeprefix(prefix): v for n, v in rest.items() if n.startswith(prefix)}
-            load.load_entries(module, own, strict=False, mismatched=mismatched, dtype=dtype, origin=origin)
-            optimizer.make_state(module)
-        result = load.load_entries(state, rest, strict=strict, mismatched=mismatched, dtype=dtype, origin=origin)
-        absent = [key for key in mine if key not in found]
-        if strict and absent:
-            needed, line = "an entry for each number of the training state", "strict=False to leave it as it is"
-            problems = [Problem(key, f"no entry in {origin.name}", needed, line) for key in absent]
-            raise StateDictError(
-                *problems, heading=f"{origin.name} does not fit the training state; nothing was loaded"
-            )
+        rest = {name: value for name, value in entries.items() if not name.startswith(tuple(lazy))}
+        load.load_entries(state, rest, strict=False, mismatched=mismatched, dtype=dtype, origin=origin)
+        for prefix, optimizer in lazy.items():
+            own = {n.removeprefix(prefix): v for n, v in entries.items() if n.startswith(prefix)}
+            optimizer.make_state(_model_of(state, optimizer, prefix, own))
+        return load.load_entries(state, entries, strict=strict, mismatched=mismatched, dtype=dtype, origin=origin)
     except BaseException:
         snapshot.restore()
         raise
-    result.missing.extend(absent)
-    result.matched.update({key: origin.sources.get(key, (key,)) for key in found})
-    for key, value in found.items():
-        state[key] = type(state[key])(value.item())
-    return result
 
 
-def lazy_optimizers(model: Any) -> dict[str, LazyOptimizer]:
-    """Return the optimizers of a training state that have no state yet."""
-    if not is_training_state(model):
-        return {}
-    return {k: v for k, v in model.items() if isinstance(v, LazyOptimizer) and _graph.is_lazy_node(v)}
+def lazy_optimizers(state: Any) -> dict[str, LazyOptimizer]:
+    """Return the optimizers that have no state yet, by what the names of their entries begin with."""
+    found = [(path, node) for path, node in _graph.nodes(state) if isinstance(node, LazyOptimizer)]
+    return {prefix_of(path): node for path, node in found if _graph.is_lazy_node(node)}
 
 
-def model_of(state: Mapping[str, Any]) -> tuple[nnx.Module, str]:
-    """Return the one module of a training state that an optimizer can be for, and what its names begin with.
+def _model_of(state: Any, optimizer: LazyOptimizer, prefix: str, own: Mapping[str, Any]) -> nnx.Pytree:
+    """Return the module of a training state that an optimizer is for.
+
+    It is the only one that is there, or one whose optimizer would have a state of the names, shapes and dtypes of the
+    entries. Two such have equal states at first, so it is no matter which of them is taken.
 
     Raises:
-        UninitializedError: If there are several: an optimizer without a state does not say which it is for.
+        UninitializedError: If there is none.
     """
-    modules = {k: v for k, v in state.items() if isinstance(v, nnx.Module) and not isinstance(v, nnx.Optimizer)}
+    nodes = [(path, n) for path, n in _graph.nodes(state) if isinstance(n, nnx.Module) and not _is_optimizer(n)]
+    modules = {path: n for path, n in nodes if not any(path[:i] in dict(nodes) for i in range(1, len(path)))}
     if len(modules) == 1:
-        key, module = next(iter(modules.items()))
-        return module, f"{key}."
+        return next(iter(modules.values()))
+    wanted = {name: (np.shape(v), getattr(v, "dtype", None)) for name, v in own.items()}
+    ready = [node for _, node in nodes if not _graph.has_uninitialized_params(node)]
+    states = [_signature(node, optimizer) for node in ready]
+    for node, found in zip(ready, states, strict=True):
+        if found == wanted:
+            return node
+    shapes = {name: shape for name, (shape, _) in wanted.items()}
+    for node, found in zip(ready, states, strict=True):
+        if {name: shape for name, (shape, _) in found.items()} == shapes:
+            return node
     raise UninitializedError(
         Problem(
-            ", ".join(lazy_optimizers(state)),
-            f"an optimizer without a state, beside {len(modules)} modules: {', '.join(modules) or 'none'}",
+            prefix.rstrip("."),
+            f"an optimizer without a state, beside {len(modules)} modules: "
+            f"{', '.join(map(dotted, modules)) or 'none'}, whose states the entries do not fit",
             "one module, whose parameters the optimizer's state is made for",
             "lm.load(model, path) of the module, then nnx.Optimizer(model, tx, wrt=nnx.Param)",
         )
     )
+
+
+def _is_optimizer(node: Any) -> bool:
+    return isinstance(node, nnx.Optimizer)
+
+
+def _signature(module: Any, optimizer: LazyOptimizer) -> dict[str, tuple[Any, Any]]:
+    """Return the shapes and dtypes of the entries of an optimizer for a module."""
+    with _compat.at_trace(_compat.home_trace(optimizer)):
+        made = nnx.Optimizer(module, optimizer.tx, wrt=optimizer.wrt)
+    values = {name: place.value for name, place in named_places(made).items()}
+    return {name: (np.shape(v), getattr(v, "dtype", None)) for name, v in values.items() if kind_of(v) is not OTHER}

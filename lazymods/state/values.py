@@ -36,6 +36,16 @@ def _is_numeric(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
 
 
+def is_storable(dtype: Any) -> bool:
+    """Whether files have a name for a dtype: numpy's numbers of up to 8 bytes a part, and those of ml_dtypes."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    dtype = np.dtype(dtype)
+    if dtype.kind in "biufc":
+        return dtype.itemsize <= (16 if dtype.kind == "c" else 8)
+    return dtype.isbuiltin == 2 and jnp.issubdtype(dtype, np.number)
+
+
 def cast_problem(array: Any, dtype: Any) -> str | None:
     """Say why an array cannot be cast to a dtype, or return None."""
     source = array.dtype

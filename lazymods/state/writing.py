@@ -17,9 +17,9 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _graph
-from lazymods._errors import CheckpointError, Problem, UninitializedError
+from lazymods._errors import CheckpointError, Problem, UninitializedError, describe
 from lazymods._placeholder import SIZE_LINE
-from lazymods.state import training
+from lazymods.state import plain, training
 from lazymods.state.entries import named_places
 from lazymods.state.files import safetensors
 from lazymods.state.files.stored import ALIASES, DTYPES, Array, texts_as_array
@@ -40,7 +40,8 @@ def save(
 
     Args:
         model: An nnx module; or a dict of a training state, such as ``{"model": model, "optimizer": optimizer, "rngs":
-            rngs, "step": 100}``, whose numbers and random state are stored as well.
+            rngs, "step": 100}``, whose numbers, texts and random state are stored as well, in dicts, lists, tuples
+            and registered pytrees too. What no file can hold is refused by its name.
         path: Where to: ``.safetensors``, whose tensors are laid so that :func:`load` can map them; ``.npz``; or,
             without a suffix, an Orbax folder, which takes the place of the one that is there and can hold arrays that
             are spread over several processes.
@@ -52,7 +53,7 @@ def save(
 
     Raises:
         UninitializedError: If a parameter has no value yet.
-        CheckpointError: If a value cannot be held by the format, such as 4-bit integers.
+        CheckpointError: If a value cannot be held by the format, such as 4-bit integers, or by any, such as a function.
         ValueError: If the suffix is none of these.
         OSError: If the file cannot be written.
 
@@ -70,7 +71,7 @@ def save(
     _refuse_lazy(model)
     if include_rng is None:
         include_rng = training.is_training_state(model)
-    values, aliases = _collect(model, include_rng=include_rng)
+    values, aliases = _collect(model, target, include_rng=include_rng)
     if target.suffix:
         arrays = {name: _to_host(name, value, target) for name, value in values.items()}
         writers[target.suffix](target, arrays, aliases)
@@ -93,18 +94,37 @@ def _refuse_lazy(model: Any) -> None:
         raise UninitializedError(*problems, heading=f"{type(model).__name__} is not ready to be saved")
 
 
-def _collect(model: Any, *, include_rng: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values by name, and further names of tied ones."""
-    entries = state_dict(model, include_rng=include_rng) | training.numbers(model)
+def _collect(model: Any, path: Path, *, include_rng: bool) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values by name, and further names of tied ones.
+
+    Raises:
+        CheckpointError: If something is there that no file can hold.
+    """
+    entries = state_dict(model, include_rng=include_rng)
     first: dict[Any, str] = {}
     aliases = {}
     for place in named_places(model).values():
         if place.name in entries:
-            kept = first.setdefault((id(place.owner), place.leaf), place.name)
+            kept = first.setdefault(place.identity, place.name)
             if kept != place.name and entries[kept] is entries[place.name]:  # unless a hook changed one of them
                 aliases[place.name] = kept
-    plain = {n: v.get_raw_value() if isinstance(v, nnx.Variable) else v for n, v in entries.items()}
-    return {n: v if isinstance(v, jax.Array) else np.asarray(v) for n, v in plain.items() if n not in aliases}, aliases
+    values: dict[str, Any] = {}
+    problems = []
+    for name, value in entries.items():
+        if name in aliases and isinstance(value, (jax.Array, np.ndarray)):
+            continue
+        aliases.pop(name, None)
+        held = plain.stored(name, value.get_raw_value() if isinstance(value, nnx.Variable) else value)
+        if held is None or (held[0] != name and held[0] in entries):
+            got = describe(value) if held is None else f"{describe(value)}, beside an entry {held[0]}"
+            needed = "an array, a random key, a number or a text: a file holds nothing else"
+            line = f"lm.save of a state without {name}, or with it as an array"
+            problems.append(Problem(f"{path.name}: {name}", got, needed, line))
+        else:
+            values[held[0]] = held[1]
+    if problems:
+        raise CheckpointError(*problems)
+    return values, aliases
 
 
 def _to_host(name: str, value: Any, path: Path) -> Array:

@@ -1,0 +1,105 @@
+"""What a state holds that is no array: numbers, which keep their types, and texts.
+
+A file holds a number as an array without axes. What no array can hold stands in it as the bytes of a JSON document, in
+an entry of its own: ``run_name.json``, as the implementation of a random key stands in ``key.impl``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from lazymods._graph import ARRAY, kind_of
+from lazymods.state.entries import JSON, Place, base_name
+from lazymods.state.values import as_array, is_storable
+
+Array = np.ndarray[Any, Any]
+
+_KINDS = {bool: "b", int: "iu", float: "f", complex: "c"}
+_LONG = np.iinfo(np.int64)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number of Python's or numpy's, of exactly such a type: an enumeration's is none."""
+    return type(value) in _KINDS or (isinstance(value, np.generic) and is_storable(value.dtype))
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is what a JSON entry can hold."""
+    return type(value) in (str, bytes, int)
+
+
+def stored(name: str, value: Any) -> tuple[str, Any] | None:
+    """Return the name and array under which a file holds a value; None if no file can."""
+    if type(value) is int and not _LONG.min <= value <= _LONG.max:
+        return f"{name}.{JSON}", _encoded({"int": hex(value)})
+    if is_number(value):
+        return name, np.asarray(value, {bool: np.bool_, int: np.int64}.get(type(value)))
+    if type(value) is str:
+        return f"{name}.{JSON}", _encoded(value)
+    if type(value) is bytes:
+        return f"{name}.{JSON}", _encoded({"bytes": value.hex()})
+    if isinstance(value, jax.Array):
+        return name, value
+    if isinstance(value, np.ndarray) and type(value) in (np.ndarray, np.memmap) and is_storable(value.dtype):
+        return name, value
+    if kind_of(value) is not ARRAY and hasattr(value, "__array__"):  # of another library, out of a hook
+        array = as_array(value)
+        return None if array is None or not is_storable(array.dtype) else (name, array)
+    return None
+
+
+def _encoded(value: Any) -> Array:
+    return np.frombuffer(json.dumps(value).encode(), np.uint8)
+
+
+def decoded(given: Mapping[str, Any], places: Mapping[str, Place]) -> dict[str, Any]:
+    """Return entries with the JSON ones of a model's numbers and texts read, under the names of those.
+
+    One that cannot be read stays as it is.
+    """
+    out: dict[str, Any] = {}
+    for name, value in given.items():
+        place = None if name in places or not name.endswith(f".{JSON}") else places.get(base_name(name))
+        read = None if place is None or place.lazy or place.name in given else _decoded(place.value, value)
+        if place is None or read is None:
+            out[name] = value
+        else:
+            out[place.name] = read
+    return out
+
+
+def _decoded(current: Any, value: Any) -> Any:
+    if not (is_number(current) or is_text(current)) or not isinstance(value, (np.ndarray, jax.Array)):
+        return None
+    if value.dtype != np.uint8 or value.ndim != 1:
+        return None
+    try:
+        found = json.loads(np.asarray(value).tobytes())
+        if isinstance(found, dict) and found.keys() == {"int"}:
+            return int(found["int"], 16)
+        if isinstance(found, dict) and found.keys() == {"bytes"}:
+            return bytes.fromhex(found["bytes"])
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def as_number(value: Any, current: Any) -> Any:
+    """Return an array without axes as a number: of the type that is there, if that holds any such value; else its own.
+
+    Args:
+        value: The array.
+        current: The number whose place it takes.
+    """
+    array = np.asarray(value)
+    kind = array.dtype.kind
+    if kind in _KINDS.get(type(current), "") or (
+        type(current) in _KINDS and kind in "biufc" and array.dtype.itemsize == (16 if kind == "c" else 8)
+    ):
+        return array.item()
+    return bool(array) if type(current) in _KINDS and kind == "b" else array[()]
