@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from lazymods.state.files.safetensors import looks_like_safetensors, open_safetensors
-from lazymods.state.files.stored import Checkpoint
+from lazymods.state.files.stored import Checkpoint, printable
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -23,7 +23,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"no checkpoint at {path}")
+        path = _moved(path)
     if path.is_file():
         with open(path, "rb") as file:
             head = file.read(512)
@@ -32,3 +32,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     from lazymods.state.files.others import open_other  # takes longer to import than a small file to load
 
     return open_other(path)
+
+
+def _moved(path: Path) -> Path:
+    """Return where a killed save has left the checkpoint of a path: it was about to put a newer one there."""
+    from lazymods.state.replacing import standing
+
+    moved = standing(Path(os.path.realpath(path)))
+    if not moved.exists():
+        raise FileNotFoundError(f"no checkpoint at {printable(str(path), 5000)}")
+    return moved
