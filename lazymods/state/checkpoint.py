@@ -13,15 +13,19 @@ from flax import nnx
 
 from lazymods import _graph, _lifecycle
 from lazymods._errors import StateDictError
+from lazymods._placeholder import fits
+from lazymods._recipe import is_key
 from lazymods.state import names, training
 from lazymods.state.entries import IMPL, Place, Survey, named_places
-from lazymods.state.files.opening import open_checkpoint
+from lazymods.state.files.opening import read_checkpoint
 from lazymods.state.files.stored import Checkpoint, StoredTensor, refuse
 from lazymods.state.load import LoadResult, Origin, load_entries
 from lazymods.state.names import Rename
 from lazymods.state.progress import progress_bar
 
 LAYOUTS = ("flax", "torch")
+
+_MAX_KIND_BYTES = 100  # of the name of a key's kind
 
 
 def load(
@@ -93,17 +97,14 @@ def load(
         raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
-    file = open_checkpoint(path)
     with _lifecycle.LOCK:
         survey = Survey(model)
-        entries, sources = _entries(survey, file, layout, rename, flatten)
-        # hooks may give an entry another name, and an optimizer gets its state below; else what the model has no name
-        # for is not read
-        wanted = entries if survey.hooked or training.is_training_state(model) else survey.places
-        entries = {
-            n: v.read() if isinstance(v, StoredTensor) and n.removesuffix(f".{IMPL}") in wanted else v
-            for n, v in entries.items()
-        }
+
+        def read(file: Checkpoint) -> tuple[Checkpoint, dict[str, Any], dict[str, tuple[str, ...]]]:
+            entries, sources = _entries(survey, file, layout, rename, flatten)
+            return file, _values(survey, entries), sources
+
+        file, entries, sources = read_checkpoint(path, read)
         _check_booleans(entries, file)
         _warn_of_quantized(survey.places, entries, file)
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
@@ -147,11 +148,42 @@ def _entries(
     return entries, sources
 
 
+def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what the model has a place for; what does not fit there is told by its shape, and not read."""
+    # hooks may give an entry another name, and an optimizer without a state gets one later
+    everything = survey.hooked or training.is_training_state(survey.model)
+    out = dict(entries)
+    for name, value in entries.items():
+        if isinstance(value, StoredTensor):
+            place = survey.places.get(name.removesuffix(f".{IMPL}"))
+            if place is not None and not survey.hooked and not _may_fit(place, name, value):
+                out[name] = np.broadcast_to(np.zeros((), value.dtype), value.shape)  # takes no memory
+            elif place is not None or everything:
+                out[name] = value.read()
+    return out
+
+
+def _may_fit(place: Place, name: str, value: StoredTensor) -> bool:
+    if name != place.name:  # the name of a key's kind
+        return value.nbytes <= _MAX_KIND_BYTES
+    if place.lazy:
+        return fits(place.value.recipe.shape, value.shape)
+    shape = tuple(np.shape(place.value))
+    return shape == (value.shape[:-1] if is_key(place.value) else value.shape)
+
+
 def _check_booleans(entries: Mapping[str, Any], file: Checkpoint) -> None:
     """Refuse booleans that are neither 0 nor 1: what is computed from them could be anything."""
     for name, value in entries.items():
-        if isinstance(value, np.ndarray) and value.dtype == bool and value.size and value.view(np.uint8).max() > 1:
+        if not isinstance(value, np.ndarray) or value.dtype != bool or not value.size or _is_spread(value):
+            continue
+        if value.view(np.uint8).max() > 1:
             raise refuse(file.path, "bytes other than 0 and 1", "booleans", tensor=name)
+
+
+def _is_spread(value: np.ndarray[Any, Any]) -> bool:
+    """Say whether an array is one value in all places, as what was not read is."""
+    return value.ndim > 0 and not any(value.strides)
 
 
 def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], file: Checkpoint) -> None:

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from lazymods.state.files.stored import printable, refuse
+from lazymods.state.files.stored import refuse
 
 MAX_METADATA_BYTES = 100_000_000
 """The longest description of a tree, of an array or of a store that is read."""
