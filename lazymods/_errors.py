@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,7 +36,7 @@ class Problem:
 
     def __str__(self) -> str:
         """Render the four parts, one a line."""
-        return f"{self.where}\n  got:    {self.got}\n  needed: {self.needed}\n  write:  {self.write}"
+        return harmless(f"{self.where}\n  got:    {self.got}\n  needed: {self.needed}\n  write:  {self.write}")
 
 
 class LazyError(Exception):
@@ -54,7 +55,7 @@ class LazyError(Exception):
     def __str__(self) -> str:
         """Render the heading and every problem."""
         parts = [self.heading] if self.heading else []
-        return "\n".join(parts + [str(p) for p in self.problems])
+        return harmless("\n".join(parts + [str(p) for p in self.problems]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the heading, which ``Exception`` would drop."""
@@ -125,6 +126,16 @@ NOT_TRACEABLE = (
 def located(path: str, kind: str) -> str:
     """Name a place by its dotted path and its class: ``fc1 (LazyLinear)``; the model itself by its class."""
     return f"{path} ({kind})" if path else kind
+
+
+def harmless(text: str) -> str:
+    """Return a text without what a terminal acts on, which names out of files can hold; line breaks stay."""
+    if text.isascii() and not _CONTROL.search(text):
+        return text
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 
 
 def one_line(error: Exception) -> str:

@@ -7,18 +7,19 @@ import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from lazymods import _graph, _lifecycle
-from lazymods._errors import StateDictError
+from lazymods._errors import StateDictError, describe
 from lazymods._placeholder import fits
 from lazymods._recipe import is_key
 from lazymods.state import names, training
 from lazymods.state.entries import IMPL, Place, Survey, named_places
 from lazymods.state.files.opening import read_checkpoint
-from lazymods.state.files.stored import Checkpoint, StoredTensor, refuse
+from lazymods.state.files.stored import Checkpoint, StoredTensor, printable, refuse
 from lazymods.state.load import LoadResult, Origin, load_entries
 from lazymods.state.names import Rename
 from lazymods.state.progress import progress_bar
@@ -106,11 +107,12 @@ def load(
 
         file, entries, sources = read_checkpoint(path, read)
         _check_booleans(entries, file)
+        _check_key_kinds(survey.places, entries, file)
         _warn_of_quantized(survey.places, entries, file)
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
-        with progress_bar(progress, f"loading {file.path.name}", total) as advance:
+        with progress_bar(progress, f"loading {printable(file.path.name)}", total) as advance:
             owned = {id(value) for value in entries.values()}
-            origin = Origin(f"the checkpoint {file.path}", sources, owned, advance, layout == "flax")
+            origin = Origin(f"the checkpoint {printable(str(file.path), 5000)}", sources, owned, advance, layout == "flax")
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if not isinstance(model, nnx.Pytree):
                 result = training.load_entries(model, entries, **options)
@@ -143,7 +145,7 @@ def _entries(
         sources = {n: tuple(origins[s] for s in imported.sources.get(n, (n,))) for n in imported.entries}
         entries, problems = imported.entries, imported.problems
     if problems:
-        heading = f"the checkpoint {file.path} does not fit {type(survey.model).__name__}; nothing was loaded"
+        heading = f"the checkpoint {printable(str(file.path), 5000)} does not fit {type(survey.model).__name__}; nothing was loaded"
         raise StateDictError(*problems, heading=heading)
     return entries, sources
 
@@ -181,9 +183,25 @@ def _check_booleans(entries: Mapping[str, Any], file: Checkpoint) -> None:
             raise refuse(file.path, "bytes other than 0 and 1", "booleans", tensor=name)
 
 
+def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], file: Checkpoint) -> None:
+    """Refuse the name of a kind of random keys that is none: anything but the bytes of one that JAX knows."""
+    for name, value in entries.items():
+        place = places.get(name.removesuffix(f".{IMPL}"))
+        if place is None or place.name == name or place.lazy or not is_key(place.value):
+            continue
+        is_text = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1
+        kind = value.tobytes().decode(errors="replace") if is_text and not _is_spread(value) else None
+        try:
+            jax.eval_shape(lambda kind=kind: jax.random.key(0, impl=kind or "none"))
+        except ValueError as error:
+            got = repr(kind) if kind is not None else describe(value)
+            needed = "the bytes of the name of one of JAX's kinds of random keys, such as threefry2x32"
+            raise refuse(file.path, f"a random key of the kind {printable(got)}", needed, tensor=name) from error
+
+
 def _is_spread(value: np.ndarray[Any, Any]) -> bool:
     """Say whether an array is one value in all places, as what was not read is."""
-    return value.ndim > 0 and not any(value.strides)
+    return value.size > 1 and not any(value.strides)
 
 
 def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], file: Checkpoint) -> None:
@@ -199,7 +217,7 @@ def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], 
     ]
     if suspects:
         shown = ", ".join(suspects[:3]) + (f" and {len(suspects) - 3} more" if len(suspects) > 3 else "")
-        text = f"{file.path.name}: {shown} hold 8-bit numbers, as quantized weights do, and are loaded without scales"
+        text = f"{printable(file.path.name)}: {printable(shown)} hold 8-bit numbers, as quantized weights do, and are loaded without scales"
         warnings.warn(text, stacklevel=3)
 
 

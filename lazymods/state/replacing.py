@@ -33,6 +33,7 @@ except ImportError:  # not on Windows
 
 _ATTEMPTS = 100  # each failed one is another save that was faster
 _CHANGED = (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+_ERROR_CODE = re.compile(r"os_error_code='(\d+)'")
 _MARK = "lazymods"
 _LOCK, _NEW, _OLD = "lock", "new", "old"  # what a room holds
 _BINARY = getattr(os, "O_BINARY", 0)
@@ -46,6 +47,8 @@ class SaveError(CheckpointError, OSError):
 def cannot_write(path: Path, error: Exception) -> SaveError:
     """Make the error for a save that the system, or Orbax, has failed."""
     code = error.errno if isinstance(error, OSError) else None
+    told = _ERROR_CODE.search(str(error))  # tensorstore raises a ValueError with the system's number in its text
+    code = int(told[1]) if told and code is None else code
     reason = os.strerror(code) if code else one_line(error)
     got = printable(f"{type(error).__name__}: {reason}", 500)
     needed = "a folder that can be written to, with room for the checkpoint; what was there before is as it was"
@@ -57,7 +60,7 @@ def cannot_write(path: Path, error: Exception) -> SaveError:
 def refuse_target(path: Path, got: str) -> CheckpointError:
     """Make the error for a save to where something stands that it would destroy."""
     shown = printable(str(path), 5000)
-    needed = "a new path, a checkpoint that lazymods would load, or a regular file: nothing else is ever replaced"
+    needed = "a new path, a checkpoint that load would open, or a regular file: nothing else is ever replaced"
     return CheckpointError(Problem(shown, got, needed, "another path, or this one once it has been moved away by hand"))
 
 
@@ -247,7 +250,7 @@ def _sweep_room(folder: Path, path: Path) -> None:
         if kind_of(path) == "nothing" and kind_of(folder / _OLD) != "nothing":
             os.rename(folder / _OLD, path)
         if all(name in (_LOCK, _OLD) or name.startswith(_NEW) for name in os.listdir(folder)):
-            shutil.rmtree(folder, ignore_errors=True)
+            _clear(folder)
     except OSError:  # what cannot be removed harms nobody
         pass
     finally:
@@ -345,12 +348,22 @@ class Room:
             with contextlib.suppress(OSError):
                 os.rename(self._old, self.path)
         os.close(self._lock)  # a sweep that comes now removes the same
-        shutil.rmtree(self.folder, ignore_errors=True)
+        _clear(self.folder)
 
 
 def new_in(path: Path, token: str) -> Path:
     """Return where the new folder is made, in the room of a token."""
     return _named(path, token) / _NEW
+
+
+def _clear(folder: Path) -> None:
+    """Remove a room; its lock goes last, so that the rest of it is known for what it is after a kill in between."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):
+            if name != _LOCK:
+                _remove(folder / name)
+        (folder / _LOCK).unlink(missing_ok=True)
+        os.rmdir(folder)
 
 
 def _remove(path: Path) -> None:

@@ -117,7 +117,7 @@ def stranger_in(path: Path, item: Path, arrays: Collection[str]) -> str | None:
 
 
 def _walk_links(path: Path, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-    for entry in os.scandir(path):
+    for entry in list(os.scandir(path)):
         name = f"{prefix}{entry.name}"
         if entry.is_dir(follow_symlinks=False):
             yield from _walk_links(Path(entry.path), f"{name}/")

@@ -76,7 +76,7 @@ def open_folder(path: Path) -> Checkpoint | None:
         if len(candidates) > 1:
             shown = ", ".join(candidates[:8]) + (", ..." if len(candidates) > 8 else "")
             needed = "one index, or one file: which of them is meant is not known"
-            raise refuse(path, printable(shown, 1000), needed, write=f"the path of one: {path / candidates[0]}")
+            raise refuse(path, printable(shown, 1000), needed, write=f"the path of one: {printable(str(path / candidates[0]), 5000)}")
         if candidates:
             return reader(path / candidates[0])
     return None

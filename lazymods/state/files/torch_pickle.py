@@ -66,6 +66,13 @@ _CONSTANT_NAME = re.compile(
 _BUILTIN = {"__builtin__": "builtins"}  # as Python 2 named it, and as protocol 2 still does
 
 
+MIN_NAMES = 10_000
+"""How many names any pickle may make; a longer one may make as many as it has room to tell."""
+
+MAX_STACK = 100_000
+"""How many values a pickle may have begun with at a time: ``pickle`` writes a thousand of a container at once."""
+
+
 class Malformed(Exception):  # noqa: N818 - a fact for the reader, who makes the error
     """A pickle that is not read.
 
@@ -162,6 +169,32 @@ def refused_tensors(tree: Any) -> Iterator[tuple[str, str]]:
                 pending.extend((f"{name}.{key}"[-MAX_LINE:].lstrip("."), item) for key, item in items)
 
 
+def check_names(tree: Any, length: int) -> None:
+    """Refuse mappings that share their parts, so that few bytes name many tensors.
+
+    Args:
+        tree: What a pickle describes.
+        length: The pickle's length in bytes.
+
+    Raises:
+        Malformed: If there are more names than anyone could have written in that many bytes.
+    """
+    limit = MIN_NAMES + length // 4  # a name and a value, both told before, take four bytes
+    counts: dict[int, int] = {}
+
+    def count(value: Any, depth: int) -> int:
+        if not isinstance(value, dict) or depth > MAX_DEPTH:
+            return 1
+        if id(value) not in counts:
+            counts[id(value)] = limit + 1  # of what holds itself
+            counts[id(value)] = sum(count(v, depth + 1) for v in value.values())
+        return counts[id(value)]
+
+    found = count(tree, 0)
+    if found > limit:
+        raise Malformed(f"mappings with over {limit:,} names in a pickle of {length:,} bytes", "each name written once")
+
+
 class _Reader:
     """The bytes as the readers of :mod:`pickletools` take them; never gives more than there is."""
 
@@ -191,6 +224,7 @@ class _Machine:
         self.storages: dict[str, Storage] = {}
 
     def run(self) -> Any:
+        begin = self.reader.position
         while True:
             code = self.reader.read(1)
             if not code:
@@ -199,6 +233,10 @@ class _Machine:
             name = instruction.name if instruction else code.hex()
             if name == "STOP":
                 return self.stack.pop()
+            if len(self.stack) > MAX_STACK or len(self.outer) > MAX_STACK:
+                raise Malformed(f"over {MAX_STACK:,} values begun at a time", "what torch.save writes")
+            if name == "PROTO" and self.reader.position > begin + 1:
+                raise Malformed("a protocol that is told twice", "what torch.save writes")
             if name == "GLOBAL":
                 self.stack.append(self.find(self.line(), self.line()))
                 continue
