@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from lazymods._error_lists import MAX_LINES, shown_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,15 +57,36 @@ class LazyError(Exception):
     def __str__(self) -> str:
         """Render the heading and every problem."""
         parts = [self.heading] if self.heading else []
-        return harmless("\n".join(parts + [str(p) for p in self.problems]))
+        return harmless("\n".join(parts + _rendered(self.problems)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the heading, which ``Exception`` would drop."""
-        return _rebuild, (type(self), self.problems, self.heading)
+        return _rebuild, (type(self), self.problems, self.heading), vars(self).copy()
 
 
 def _rebuild(cls: type[LazyError], problems: tuple[Problem, ...], heading: str) -> LazyError:
     return cls(*problems, heading=heading)
+
+
+def _rendered(problems: Sequence[Problem]) -> list[str]:
+    """Return each problem in four lines, or, if they are many, those of one kind together."""
+    if 4 * len(problems) < MAX_LINES:
+        return [str(problem) for problem in problems]
+    kinds: dict[tuple[str, str], list[Problem]] = {}
+    for problem in problems:
+        kinds.setdefault((problem.needed, problem.write), []).append(problem)
+    out: list[str] = []
+    lines = told = 0
+    for (needed, write), alike in kinds.items():
+        where = shown_names([problem.where for problem in alike])
+        got = alike[0].got if len(alike) == 1 else f"{alike[0].got} ({len(alike):,} of this kind)"
+        lines += where.count("\n") + 4
+        if lines > MAX_LINES - 3 and out:
+            out.append(f"and {len(problems) - told:,} more: error.problems has all of them")
+            break
+        told += len(alike)
+        out.append(str(Problem(where, got, needed, write)))
+    return out
 
 
 class UninitializedError(LazyError, RuntimeError):
@@ -79,7 +102,17 @@ class ShapeInferenceError(LazyError, ValueError):
 
 
 class StateDictError(LazyError, RuntimeError):
-    """A state dict does not fit the model it was loaded into."""
+    """A state dict does not fit the model it was loaded into.
+
+    Attributes:
+        missing: Parameters of the model without an entry, all of them.
+        unexpected: Entries without a parameter, all of them.
+        mismatched: Entries whose shape does not fit.
+    """
+
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    mismatched: Sequence[str] = ()
 
 
 class CheckpointError(LazyError, ValueError):

@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _graph, _lifecycle
+from lazymods._error_lists import cause_of
 from lazymods._errors import StateDictError, describe
 from lazymods._placeholder import fits
 from lazymods._recipe import is_key
@@ -79,7 +80,8 @@ def load(
         ValueError: If an argument has no such choice.
 
     Warns:
-        UserWarning: If a matrix of 8-bit numbers, as quantized weights are stored, goes into wider floats.
+        UserWarning: If a matrix of 8-bit numbers, as quantized weights are stored, goes into wider floats; or if, with
+            ``strict=False``, nothing at all was loaded.
 
     Example:
         >>> import tempfile, lazymods as lm
@@ -112,15 +114,23 @@ def load(
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
         with progress_bar(progress, f"loading {printable(file.path.name)}", total) as advance:
             owned = {id(value) for value in entries.values()}
-            origin = Origin(f"the checkpoint {printable(str(file.path), 5000)}", sources, owned, advance, layout == "flax")
+            origin = Origin(
+                f"the checkpoint {printable(str(file.path), 5000)}", sources, owned, advance, layout == "flax"
+            )
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if not isinstance(model, nnx.Pytree):
                 result = training.load_entries(model, entries, **options)
             else:
                 result = load_entries(model, entries, survey=survey, **options)
+        if not result.matched and entries and survey.places:
+            _warn_of_nothing(result, file)
         if layout == "flax":
             _tie_again(model, file, sources)
     return result
+
+
+def _called(file: Checkpoint) -> str:
+    return f"the checkpoint {printable(str(file.path), 5000)}"
 
 
 def _entries(
@@ -145,7 +155,7 @@ def _entries(
         sources = {n: tuple(origins[s] for s in imported.sources.get(n, (n,))) for n in imported.entries}
         entries, problems = imported.entries, imported.problems
     if problems:
-        heading = f"the checkpoint {printable(str(file.path), 5000)} does not fit {type(survey.model).__name__}; nothing was loaded"
+        heading = f"{_called(file)} does not fit {type(survey.model).__name__}; nothing was loaded"
         raise StateDictError(*problems, heading=heading)
     return entries, sources
 
@@ -217,8 +227,15 @@ def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], 
     ]
     if suspects:
         shown = ", ".join(suspects[:3]) + (f" and {len(suspects) - 3} more" if len(suspects) > 3 else "")
-        text = f"{printable(file.path.name)}: {printable(shown)} hold 8-bit numbers, as quantized weights do, and are loaded without scales"
+        what = "hold 8-bit numbers, as quantized weights do, and are loaded without scales"
+        text = f"{printable(file.path.name)}: {printable(shown)} {what}"
         warnings.warn(text, stacklevel=3)
+
+
+def _warn_of_nothing(result: LoadResult, file: Checkpoint) -> None:
+    cause = cause_of(result.missing, result.unexpected)
+    why = f": {cause[0]}; write {cause[1]}" if cause else ""
+    warnings.warn(f"{printable(file.path.name)}: nothing was loaded, no name fits the model{why}", stacklevel=3)
 
 
 def _is_wider_float(value: Any) -> bool:

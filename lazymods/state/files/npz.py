@@ -84,9 +84,7 @@ def open_npz(path: Path) -> Checkpoint:
     for alias, kept in aliases.items():
         if kept not in tensors or alias in tensors:
             raise refuse(path, f"another name for {printable(kept)}", "another name for one tensor", tensor=alias)
-    return Checkpoint(
-        path, "npz", tensors, aliases, check_sums=lambda: check_sums(path, data, entries.values())
-    )
+    return Checkpoint(path, "npz", tensors, aliases, check_sums=lambda: check_sums(path, data, entries.values()))
 
 
 def _tensor_name(path: Path, name: str) -> str:

@@ -114,7 +114,12 @@ def _item_folder(path: Path) -> Path:
         return path / items[0]
     if items:
         shown = printable(", ".join(items))
-        raise refuse(path, f"several items: {shown}", "one tree", write=f"the path of one: {printable(str(path / items[0]), 5000)}")
+        raise refuse(
+            path,
+            f"several items: {shown}",
+            "one tree",
+            write=f"the path of one: {printable(str(path / items[0]), 5000)}",
+        )
     raise refuse(path, f"an Orbax folder without its {_TREE}", "all of what Orbax wrote: the folder is incomplete")
 
 

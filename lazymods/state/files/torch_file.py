@@ -82,9 +82,7 @@ def open_torch(path: Path) -> Checkpoint:
         )
     loaded = _load(torch, path, is_mapped=is_zip)
     tensors = _Flattened(path, torch).run(loaded)
-    return Checkpoint(
-        path, "PyTorch", tensors, check_sums=lambda: archive.check_sums(path, data, entries.values())
-    )
+    return Checkpoint(path, "PyTorch", tensors, check_sums=lambda: archive.check_sums(path, data, entries.values()))
 
 
 def _import_torch(path: Path) -> Any:

@@ -186,7 +186,7 @@ def check_names(tree: Any, length: int) -> None:
         if not isinstance(value, dict) or depth > MAX_DEPTH:
             return 1
         if id(value) not in counts:
-            counts[id(value)] = limit + 1  # of what holds itself
+            counts[id(value)] = 1  # of what holds itself, which is refused when it is named
             counts[id(value)] = sum(count(v, depth + 1) for v in value.values())
         return counts[id(value)]
 
