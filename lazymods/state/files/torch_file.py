@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lazymods._errors import one_line
-from lazymods.state.files import archive, torch_pickle
+from lazymods.state.files import archive, torch_names, torch_pickle
 from lazymods.state.files.stored import (
     Array,
     Checkpoint,
@@ -158,7 +158,7 @@ def _check_archive(path: Path, data: Array, entries: Mapping[str, archive.Entry]
 def _walk(path: Path, data: Array, begin: int, trusted: Collection[str]) -> torch_pickle.Pickle:
     try:
         walked = torch_pickle.walk(data, begin, allowed=trusted)
-        torch_pickle.check_names(walked.value, walked.end - begin)
+        torch_names.check_names(walked.value, walked.end - begin)
         return walked
     except torch_pickle.Malformed as error:
         write = "safetensors.torch.save_file(model.state_dict(), path), where the file comes from"

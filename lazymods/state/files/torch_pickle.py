@@ -66,9 +66,6 @@ _CONSTANT_NAME = re.compile(
 _BUILTIN = {"__builtin__": "builtins"}  # as Python 2 named it, and as protocol 2 still does
 
 
-MIN_NAMES = 10_000
-"""How many names any pickle may make; a longer one may make as many as it has room to tell."""
-
 MAX_STACK = 100_000
 """How many values a pickle may have begun with at a time: ``pickle`` writes a thousand of a container at once."""
 
@@ -167,32 +164,6 @@ def refused_tensors(tree: Any) -> Iterator[tuple[str, str]]:
                 seen.add(id(value))
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 pending.extend((f"{name}.{key}"[-MAX_LINE:].lstrip("."), item) for key, item in items)
-
-
-def check_names(tree: Any, length: int) -> None:
-    """Refuse mappings that share their parts, so that few bytes name many tensors.
-
-    Args:
-        tree: What a pickle describes.
-        length: The pickle's length in bytes.
-
-    Raises:
-        Malformed: If there are more names than anyone could have written in that many bytes.
-    """
-    limit = MIN_NAMES + length // 4  # a name and a value, both told before, take four bytes
-    counts: dict[int, int] = {}
-
-    def count(value: Any, depth: int) -> int:
-        if not isinstance(value, dict) or depth > MAX_DEPTH:
-            return 1
-        if id(value) not in counts:
-            counts[id(value)] = 1  # of what holds itself, which is refused when it is named
-            counts[id(value)] = sum(count(v, depth + 1) for v in value.values())
-        return counts[id(value)]
-
-    found = count(tree, 0)
-    if found > limit:
-        raise Malformed(f"mappings with over {limit:,} names in a pickle of {length:,} bytes", "each name written once")
 
 
 class _Reader:

@@ -31,7 +31,7 @@ def test_only_files_in_an_orbax_folder(tmp_path: Path, make: object, name: str) 
 
 def test_sparse_files_in_an_orbax_folder(tmp_path: Path) -> None:
     for name in ("manifest.ocdbt", None):
-        path = tmp_path / str(name)
+        path = tmp_path / ("manifest" if name else "data")
         lm.save(linear(), path)
         file = path / name if name else next((path / "d").iterdir())
         os.truncate(file, 1 << 40)
