@@ -176,6 +176,8 @@ def test_modes_are_kept(tmp_path: Path, suffix: str, mode: int) -> None:
 # ---------------------------------------------------------------- failures
 
 
+# Orbax 0.12 under Python 3.13 leaves a coroutine behind in the event loop that it closes after a failed write
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_a_file_that_may_not_grow_leaves_the_old_one(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"m{suffix}"
