@@ -57,7 +57,9 @@ class LazyError(Exception):
     def __str__(self) -> str:
         """Render the heading and every problem."""
         parts = [self.heading] if self.heading else []
-        return harmless("\n".join(parts + _rendered(self.problems)))
+        # whoever must initialize a model wants every path; files can have a million
+        many = isinstance(self, (StateDictError, CheckpointError))
+        return harmless("\n".join(parts + (_rendered(self.problems) if many else list(map(str, self.problems)))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the heading, which ``Exception`` would drop."""
