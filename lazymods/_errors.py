@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from lazymods._error_lists import MAX_LINES, shown_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Problem:
 
     def __str__(self) -> str:
         """Render the four parts, one a line."""
-        return f"{self.where}\n  got:    {self.got}\n  needed: {self.needed}\n  write:  {self.write}"
+        return harmless(f"{self.where}\n  got:    {self.got}\n  needed: {self.needed}\n  write:  {self.write}")
 
 
 class LazyError(Exception):
@@ -54,15 +57,38 @@ class LazyError(Exception):
     def __str__(self) -> str:
         """Render the heading and every problem."""
         parts = [self.heading] if self.heading else []
-        return "\n".join(parts + [str(p) for p in self.problems])
+        # whoever must initialize a model wants every path; files can have a million
+        many = isinstance(self, (StateDictError, CheckpointError))
+        return harmless("\n".join(parts + (_rendered(self.problems) if many else list(map(str, self.problems)))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle with the heading, which ``Exception`` would drop."""
-        return _rebuild, (type(self), self.problems, self.heading)
+        return _rebuild, (type(self), self.problems, self.heading), vars(self).copy()
 
 
 def _rebuild(cls: type[LazyError], problems: tuple[Problem, ...], heading: str) -> LazyError:
     return cls(*problems, heading=heading)
+
+
+def _rendered(problems: Sequence[Problem]) -> list[str]:
+    """Return each problem in four lines, or, if they are many, those of one kind together."""
+    if 4 * len(problems) < MAX_LINES:
+        return [str(problem) for problem in problems]
+    kinds: dict[tuple[str, str], list[Problem]] = {}
+    for problem in problems:
+        kinds.setdefault((problem.needed, problem.write), []).append(problem)
+    out: list[str] = []
+    lines = told = 0
+    for (needed, write), alike in kinds.items():
+        where = shown_names([problem.where for problem in alike])
+        got = alike[0].got if len(alike) == 1 else f"{alike[0].got} ({len(alike):,} of this kind)"
+        lines += where.count("\n") + 4
+        if lines > MAX_LINES - 3 and out:
+            out.append(f"and {len(problems) - told:,} more: error.problems has all of them")
+            break
+        told += len(alike)
+        out.append(str(Problem(where, got, needed, write)))
+    return out
 
 
 class UninitializedError(LazyError, RuntimeError):
@@ -78,7 +104,17 @@ class ShapeInferenceError(LazyError, ValueError):
 
 
 class StateDictError(LazyError, RuntimeError):
-    """A state dict does not fit the model it was loaded into."""
+    """A state dict does not fit the model it was loaded into.
+
+    Attributes:
+        missing: Parameters of the model without an entry, all of them.
+        unexpected: Entries without a parameter, all of them.
+        mismatched: Entries whose shape does not fit.
+    """
+
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    mismatched: Sequence[str] = ()
 
 
 class CheckpointError(LazyError, ValueError):
@@ -125,6 +161,16 @@ NOT_TRACEABLE = (
 def located(path: str, kind: str) -> str:
     """Name a place by its dotted path and its class: ``fc1 (LazyLinear)``; the model itself by its class."""
     return f"{path} ({kind})" if path else kind
+
+
+def harmless(text: str) -> str:
+    """Return a text without what a terminal acts on, which names out of files can hold; line breaks stay."""
+    if text.isascii() and not _CONTROL.search(text):
+        return text
+    return "".join(c if c == "\n" or c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f]")
 
 
 def one_line(error: Exception) -> str:

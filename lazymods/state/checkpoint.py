@@ -7,21 +7,27 @@ import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from lazymods import _graph, _lifecycle
-from lazymods._errors import StateDictError
+from lazymods._error_lists import cause_of
+from lazymods._errors import StateDictError, describe
+from lazymods._placeholder import fits
+from lazymods._recipe import is_key
 from lazymods.state import names, training
-from lazymods.state.entries import Place, Survey, base_name
-from lazymods.state.files.opening import open_checkpoint
-from lazymods.state.files.stored import Checkpoint, StoredTensor, refuse
+from lazymods.state.entries import IMPL, Place, Survey, base_name
+from lazymods.state.files.opening import read_checkpoint
+from lazymods.state.files.stored import Checkpoint, StoredTensor, printable, refuse
 from lazymods.state.load import LoadResult, Origin, load_entries
 from lazymods.state.names import Rename
 from lazymods.state.progress import progress_bar
 
 LAYOUTS = ("flax", "torch")
+
+_MAX_KIND_BYTES = 100  # of the name of a key's kind
 
 
 def load(
@@ -74,8 +80,8 @@ def load(
         ValueError: If an argument has no such choice.
 
     Warns:
-        UserWarning: If two parameters of the model are one in the file; or if a matrix of 8-bit numbers, as quantized
-            weights are stored, goes into wider floats.
+        UserWarning: If two parameters of the model are one in the file; if a matrix of 8-bit numbers, as quantized
+            weights are stored, goes into wider floats; or if, with ``strict=False``, nothing at all was loaded.
 
     Example:
         >>> import tempfile, lazymods as lm
@@ -94,31 +100,37 @@ def load(
         raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
-    file = open_checkpoint(path)
     with _lifecycle.LOCK:
         survey = Survey(model)
-        entries, sources = _entries(survey, file, layout, rename, flatten)
-        # hooks may give an entry another name, and an optimizer gets its state below; else what the model has no name
-        # for is not read
-        wanted = entries if survey.hooked or training.is_training_state(model) else survey.places
-        entries = {
-            n: v.read() if isinstance(v, StoredTensor) and (n in wanted or base_name(n) in wanted) else v
-            for n, v in entries.items()
-        }
+
+        def read(file: Checkpoint) -> tuple[Checkpoint, dict[str, Any], dict[str, tuple[str, ...]]]:
+            entries, sources = _entries(survey, file, layout, rename, flatten)
+            return file, _values(survey, entries), sources
+
+        file, entries, sources = read_checkpoint(path, read)
         _check_booleans(entries, file)
+        _check_key_kinds(survey.places, entries, file)
         _warn_of_quantized(survey.places, entries, file)
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
-        with progress_bar(progress, f"loading {file.path.name}", total) as advance:
+        with progress_bar(progress, f"loading {printable(file.path.name)}", total) as advance:
             owned = {id(value) for value in entries.values()}
-            origin = Origin(f"the checkpoint {file.path}", sources, owned, advance, layout == "flax")
+            origin = Origin(
+                f"the checkpoint {printable(str(file.path), 5000)}", sources, owned, advance, layout == "flax"
+            )
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if not isinstance(model, nnx.Pytree):
                 result = training.load_entries(model, entries, **options)
             else:
                 result = load_entries(model, entries, survey=survey, **options)
+        if not result.matched and entries and survey.places:
+            _warn_of_nothing(result, file)
         if layout == "flax":
             _warn_of_untied(survey.places, file, sources)
     return result
+
+
+def _called(file: Checkpoint) -> str:
+    return f"the checkpoint {printable(str(file.path), 5000)}"
 
 
 def _entries(
@@ -143,16 +155,63 @@ def _entries(
         sources = {n: tuple(origins[s] for s in imported.sources.get(n, (n,))) for n in imported.entries}
         entries, problems = imported.entries, imported.problems
     if problems:
-        heading = f"the checkpoint {file.path} does not fit {type(survey.model).__name__}; nothing was loaded"
+        heading = f"{_called(file)} does not fit {type(survey.model).__name__}; nothing was loaded"
         raise StateDictError(*problems, heading=heading)
     return entries, sources
+
+
+def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Read what the model has a place for; what does not fit there is told by its shape, and not read."""
+    # hooks may give an entry another name, and an optimizer without a state gets one later
+    everything = survey.hooked or training.is_training_state(survey.model)
+    out = dict(entries)
+    for name, value in entries.items():
+        if isinstance(value, StoredTensor):
+            place = survey.places.get(name) or survey.places.get(base_name(name))
+            if place is not None and not survey.hooked and not _may_fit(place, name, value):
+                out[name] = np.broadcast_to(np.zeros((), value.dtype), value.shape)  # takes no memory
+            elif place is not None or everything:
+                out[name] = value.read()
+    return out
+
+
+def _may_fit(place: Place, name: str, value: StoredTensor) -> bool:
+    if name != place.name:  # the name of a key's kind, or a text
+        return not name.endswith(f".{IMPL}") or value.nbytes <= _MAX_KIND_BYTES
+    if place.lazy:
+        return fits(place.value.recipe.shape, value.shape)
+    shape = tuple(np.shape(place.value))
+    return shape == (value.shape[:-1] if is_key(place.value) else value.shape)
 
 
 def _check_booleans(entries: Mapping[str, Any], file: Checkpoint) -> None:
     """Refuse booleans that are neither 0 nor 1: what is computed from them could be anything."""
     for name, value in entries.items():
-        if isinstance(value, np.ndarray) and value.dtype == bool and value.size and value.view(np.uint8).max() > 1:
+        if not isinstance(value, np.ndarray) or value.dtype != bool or not value.size or _is_spread(value):
+            continue
+        if value.view(np.uint8).max() > 1:
             raise refuse(file.path, "bytes other than 0 and 1", "booleans", tensor=name)
+
+
+def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], file: Checkpoint) -> None:
+    """Refuse the name of a kind of random keys that is none: anything but the bytes of one that JAX knows."""
+    for name, value in entries.items():
+        place = places.get(name.removesuffix(f".{IMPL}"))
+        if place is None or place.name == name or place.lazy or not is_key(place.value):
+            continue
+        is_text = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1
+        kind = value.tobytes().decode(errors="replace") if is_text and not _is_spread(value) else None
+        try:
+            jax.eval_shape(lambda kind=kind: jax.random.key(0, impl=kind or "none"))
+        except ValueError as error:
+            got = repr(kind) if kind is not None else describe(value)
+            needed = "the bytes of the name of one of JAX's kinds of random keys, such as threefry2x32"
+            raise refuse(file.path, f"a random key of the kind {printable(got)}", needed, tensor=name) from error
+
+
+def _is_spread(value: np.ndarray[Any, Any]) -> bool:
+    """Say whether an array is one value in all places, as what was not read is."""
+    return value.size > 1 and not any(value.strides)
 
 
 def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], file: Checkpoint) -> None:
@@ -168,8 +227,15 @@ def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], 
     ]
     if suspects:
         shown = ", ".join(suspects[:3]) + (f" and {len(suspects) - 3} more" if len(suspects) > 3 else "")
-        text = f"{file.path.name}: {shown} hold 8-bit numbers, as quantized weights do, and are loaded without scales"
+        what = "hold 8-bit numbers, as quantized weights do, and are loaded without scales"
+        text = f"{printable(file.path.name)}: {printable(shown)} {what}"
         warnings.warn(text, stacklevel=3)
+
+
+def _warn_of_nothing(result: LoadResult, file: Checkpoint) -> None:
+    cause = cause_of(result.missing, result.unexpected)
+    why = f": {cause[0]}; write {cause[1]}" if cause else ""
+    warnings.warn(f"{printable(file.path.name)}: nothing was loaded, no name fits the model{why}", stacklevel=3)
 
 
 def _is_wider_float(value: Any) -> bool:

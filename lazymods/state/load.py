@@ -11,6 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from lazymods import _compat, _graph, _hooks, _lifecycle
+from lazymods._error_lists import cause_of
 from lazymods._errors import (
     LazyError,
     Problem,
@@ -227,7 +228,7 @@ def _raise_problems(plan: Plan, result: LoadResult, origin: Origin, *, strict: b
                 name,
                 f"no entry in {origin.name}",
                 "an entry for each parameter of the model",
-                "strict=False to load the others, or lm.state_dict of a model like this one",
+                "an entry for it: lm.state_dict, or a checkpoint, of a model like this one",
             )
             for name in result.missing
         ]
@@ -240,10 +241,15 @@ def _raise_problems(plan: Plan, result: LoadResult, origin: Origin, *, strict: b
                 Problem(name, f"{got} that the model has no parameter for", "only entries of the model", line)
             )
     heading = _heading(plan.model, origin)
+    cause = cause_of(result.missing, result.unexpected)
+    if cause is not None:
+        heading += f"\n  cause:  {cause[0]}\n  write:  {cause[1]}"
     if plan.uninitialized:
         raise UninitializedError(*plan.uninitialized, *problems, heading=heading)
     if problems:
-        raise StateDictError(*problems, heading=heading)
+        error = StateDictError(*problems, heading=heading)
+        error.missing, error.unexpected, error.mismatched = result
+        raise error
 
 
 def _heading(model: Any, origin: Origin) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import shutil
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymods._errors import CheckpointError, Problem
-from lazymods.state.files.stored import ALIASES, texts_as_array
+from lazymods._errors import CheckpointError, LazyError, Problem
+from lazymods.state import replacing
+from lazymods.state.files import orbax
+from lazymods.state.files.stored import ALIASES, printable, texts_as_array
 
 
 class PendingSave:
@@ -23,23 +23,30 @@ class PendingSave:
     The interpreter does not end before the folder is complete.
     """
 
-    def __init__(self, checkpointer: Any, staging: Path, path: Path) -> None:
+    def __init__(self, checkpointer: Any, room: replacing.Room | None, path: Path) -> None:
         self._error: BaseException | None = None
         _wait_at_exit()
         _UNFINISHED.add(self)
-        self._thread = threading.Thread(target=self._finish, args=(checkpointer, staging, path), name=f"saving {path}")
+        self._thread = threading.Thread(target=self._finish, args=(checkpointer, room, path), name=f"saving {path}")
         self._thread.start()
 
-    def _finish(self, checkpointer: Any, staging: Path, path: Path) -> None:
+    def _finish(self, checkpointer: Any, room: replacing.Room | None, path: Path) -> None:
         try:
             checkpointer.wait_until_finished()
-            if jax.process_index() == 0:
-                _put_in_place(staging, path)
+            if room is not None:
+                room.put_in_place(check_target)
+        except LazyError as error:
+            self._error = error
+        except Exception as error:
+            self._error = replacing.cannot_write(path, error)
+            self._error.__cause__ = error
         except BaseException as error:
             self._error = error
-            shutil.rmtree(staging, ignore_errors=True)
         finally:
             checkpointer.close()
+            _WRITING.release()
+            if room is not None:
+                room.close()
 
     @property
     def done(self) -> bool:
@@ -50,7 +57,7 @@ class PendingSave:
         """Wait until the folder is complete.
 
         Raises:
-            Exception: What the save failed with; the old folder is still there.
+            CheckpointError: If the save has failed; the old folder is still there.
         """
         self._thread.join()
         _UNFINISHED.discard(self)
@@ -59,6 +66,10 @@ class PendingSave:
 
 
 _UNFINISHED: set[PendingSave] = set()  # what nobody has waited for yet
+
+_WRITING = threading.Lock()
+"""Held by the save that Orbax writes: it numbers its saves for the whole process, and of two at once (seen with Orbax
+0.12) each waits for ever for the other's threads. Any thread may release it."""
 
 
 @functools.cache
@@ -76,28 +87,85 @@ def _wait_for_all() -> None:
         save.wait()
 
 
+def check_target(path: Path) -> None:
+    """Refuse to write a folder where something stands that is neither a checkpoint nor a regular file.
+
+    Raises:
+        CheckpointError: If it would be lost: another folder, also one with a checkpoint and other things in it.
+    """
+    kind = replacing.kind_of(path)
+    if kind in ("nothing", "file"):
+        return
+    got = orbax.refuse_to_replace(path) if kind == "folder" else kind
+    if got is not None:
+        raise replacing.refuse_target(path, got)
+
+
 def begin_orbax(path: Path, arrays: Mapping[str, Any], aliases: Mapping[str, str]) -> PendingSave:
     """Begin to write a folder; return when all values have been copied from the device.
 
     Raises:
-        CheckpointError: If Orbax cannot hold an array: one without elements.
+        CheckpointError: If Orbax cannot hold an array, one without elements; if something stands there that would be
+            lost; or if it cannot be written.
     """
+    check_target(path)
     import orbax.checkpoint as ocp
 
     for name, array in arrays.items():
         if np.size(array) == 0:
             got, needed = f"an array of shape {np.shape(array)}", "arrays with elements: Orbax stores no others"
-            raise CheckpointError(Problem(f"{path.name}: {name}", got, needed, f"lm.save(model, '{path}.safetensors')"))
+            where, line = printable(f"{path.name}: {name}"), f"lm.save(model, '{printable(str(path))}.safetensors')"
+            raise CheckpointError(Problem(where, got, needed, line))
     tree = _nested(dict(arrays) | ({ALIASES: texts_as_array(aliases)} if aliases else {}))
-    staging = path.with_name(f".{path.name}.saving")  # the same in every process
-    checkpointer = ocp.StandardCheckpointer()
+    room = None
+    _WRITING.acquire()  # until the folder is written, in the background as well
     try:
-        checkpointer.save(staging, tree, force=True)
-    except BaseException:
-        checkpointer.close()
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    return PendingSave(checkpointer, staging, path)
+        room, new = _new_folder(path)
+        checkpointer = ocp.StandardCheckpointer()
+        try:
+            checkpointer.save(new, tree)
+        except BaseException:
+            checkpointer.close()
+            raise
+    except BaseException as error:
+        _WRITING.release()
+        if room is not None:
+            room.close()
+        if isinstance(error, LazyError) or not isinstance(error, Exception):
+            raise
+        raise replacing.cannot_write(path, error) from error
+    return PendingSave(checkpointer, room, path)
+
+
+def _new_folder(path: Path) -> tuple[replacing.Room | None, Path]:
+    """Return the room in which the new folder is made, to the process that made it, and where all of them write."""
+    if jax.process_count() == 1:
+        room = _make_room(path)
+        return room, room.new
+    room, failed = None, None
+    if jax.process_index() == 0:
+        try:
+            room = _make_room(path)
+        except OSError as error:
+            failed = error
+    told = _told_by_the_first(room.token if room is not None else "")
+    if not told:
+        raise failed or OSError("the first process could not make a folder beside the target")
+    return room, replacing.new_in(path, told)
+
+
+def _make_room(path: Path) -> replacing.Room:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replacing.sweep(path)
+    return replacing.Room(path)
+
+
+def _told_by_the_first(token: str) -> str:
+    """Return the token of the first process to all of them; every save has its own."""
+    from jax.experimental import multihost_utils
+
+    raw = np.frombuffer(token.encode().ljust(replacing.TOKEN_LENGTH), np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(raw))).decode().strip()
 
 
 def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,12 +181,3 @@ def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
         else:
             tree[name] = array
     return tree
-
-
-def _put_in_place(staging: Path, path: Path) -> None:
-    replaced = path.with_name(f".{path.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if path.exists():
-        os.rename(path, replaced)
-    os.rename(staging, path)
-    shutil.rmtree(replaced, ignore_errors=True)

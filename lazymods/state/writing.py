@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
 import struct
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,7 +21,8 @@ from lazymods.state import plain, training
 from lazymods.state.entries import named_places
 from lazymods.state.files import safetensors
 from lazymods.state.files.stored import ALIASES, DTYPES, Array, texts_as_array
-from lazymods.state.orbax_saving import PendingSave, begin_orbax
+from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target
+from lazymods.state.replacing import check_file_target, replacing
 from lazymods.state.state_dict import state_dict
 from lazymods.state.transfer import ALIGNMENT
 
@@ -35,8 +34,9 @@ def save(
 ) -> PendingSave | None:
     """Write a model, or a whole training state, to a file.
 
-    The file appears whole or not at all: a save that fails or is killed leaves what was there before. Tied parameters
-    are written once, and tied again by :func:`load`.
+    The file appears whole or not at all: a save that fails or is killed leaves what was there before, and of several to
+    one path the last to finish wins. Only a checkpoint or a regular file is ever replaced. Tied parameters are written
+    once, and tied again by :func:`load`.
 
     Args:
         model: An nnx module; or a dict of a training state, such as ``{"model": model, "optimizer": optimizer, "rngs":
@@ -53,9 +53,10 @@ def save(
 
     Raises:
         UninitializedError: If a parameter has no value yet.
-        CheckpointError: If a value cannot be held by the format, such as 4-bit integers, or by any, such as a function.
+        CheckpointError: If a value cannot be held by the format, such as 4-bit integers, or by any, such as a function;
+            if something stands at the path that is neither a checkpoint nor a regular file; or if it cannot be written
+            (then it is an OSError too).
         ValueError: If the suffix is none of these.
-        OSError: If the file cannot be written.
 
     Example:
         >>> import tempfile, lazymods as lm
@@ -68,6 +69,7 @@ def save(
         raise ValueError(f"save writes .safetensors, .npz, or an Orbax folder without a suffix, got {path!r}")
     if target.suffix and not wait:
         raise ValueError(f"wait=False is for Orbax folders, whose path has no suffix, got {path!r}")
+    (check_file_target if target.suffix else check_target)(target)
     _refuse_lazy(model)
     if include_rng is None:
         include_rng = training.is_training_state(model)
@@ -138,36 +140,6 @@ def _to_host(name: str, value: Any, path: Path) -> Array:
         )
     array = np.asarray(value, order="C")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-
-
-# ---------------------------------------------------------------- whole or not at all
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a new file that takes the place of ``path`` at the end, if nothing was raised."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_BINARY", 0), 0o666)
-    try:
-        with open(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the system can."""
-    if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 # ---------------------------------------------------------------- formats

@@ -123,7 +123,7 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"kernel": jnp.ones((3, 4)), "weight": jnp.ones(1)},
         f"{heading('Linear')}\n"
         + part("bias", "no entry in the state dict", "an entry for each parameter of the model",
-               "strict=False to load the others, or lm.state_dict of a model like this one")
+               "an entry for it: lm.state_dict, or a checkpoint, of a model like this one")
         + "\n"
         + part("weight", "f32[1], an entry that the model has no parameter for", "only entries of the model",
                "strict=False to leave it out"),

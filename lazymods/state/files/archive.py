@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -227,6 +228,24 @@ def _locate(path: Path, data: Array, directory: _Directory, central: _Central) -
     if central.method == _STORED and central.stored != central.size:
         raise wrong(f"{central.stored:,} bytes that unpack to {central.size:,}", "as many: it is not compressed")
     return Entry(central.name, central.method == _DEFLATED, begin, central.stored, central.size, central.crc)
+
+
+def check_sum(path: Path, data: Array, entry: Entry) -> None:
+    """Compute the CRC of an entry that is stored as it is.
+
+    Raises:
+        CheckpointError: If it is not the one that the directory has.
+    """
+    crc = zlib.crc32(data[entry.begin : entry.begin + entry.stored].data)
+    if crc != entry.crc:
+        raise refuse(path, f"CRC {crc:08x}", f"{entry.crc:08x}: the bytes are damaged", tensor=entry.name)
+
+
+def check_sums(path: Path, data: Array, entries: Iterable[Entry]) -> None:
+    """Compute the CRC of every entry that is stored as it is; the others' are computed when they are unpacked."""
+    for entry in entries:
+        if not entry.compressed:
+            check_sum(path, data, entry)
 
 
 def read_entry(path: Path, data: Array, entry: Entry, limit: int | None = None) -> Array:

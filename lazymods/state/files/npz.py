@@ -1,8 +1,9 @@
 """npz: a zip archive of npy files, each a header and the values of one array.
 
 Every header is checked against its entry before anything is made of it; no pickle is read. Arrays that are stored as
-they are (``numpy.savez``) are views of the mapped file; their CRC is not computed. Compressed ones are unpacked when
-they are read, checked by their CRC, and never to more than the archive's directory says.
+they are (``numpy.savez``) are views of the mapped file. Their CRC is computed where a load copies them, and not where
+they can stay mapped: aligned ones in C order; ``python -m lazymods check`` computes all of them. Compressed ones are
+unpacked when they are read, checked by their CRC, and never to more than the archive's directory says.
 
 numpy knows no name for bfloat16 and the other dtypes of ml_dtypes. :func:`lazymods.save` stores their bytes as they
 are, under a dtype such as ``|V2``, and an entry ``__dtypes__``: the bytes of a JSON object
@@ -19,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from lazymods._recipe import Shape
-from lazymods.state.files.archive import Entry, read_directory, read_entry
+from lazymods.state.files.archive import Entry, check_sum, check_sums, read_directory, read_entry
 from lazymods.state.files.stored import (
     ALIASES,
     DTYPES,
@@ -36,6 +37,7 @@ from lazymods.state.files.stored import (
     small_dtype_named,
     view,
 )
+from lazymods.state.transfer import ALIGNMENT
 
 MAX_HEADER_BYTES = 10_000
 """The longest npy header that is read, as in numpy."""
@@ -82,7 +84,7 @@ def open_npz(path: Path) -> Checkpoint:
     for alias, kept in aliases.items():
         if kept not in tensors or alias in tensors:
             raise refuse(path, f"another name for {printable(kept)}", "another name for one tensor", tensor=alias)
-    return Checkpoint(path, "npz", tensors, aliases)
+    return Checkpoint(path, "npz", tensors, aliases, check_sums=lambda: check_sums(path, data, entries.values()))
 
 
 def _tensor_name(path: Path, name: str) -> str:
@@ -103,6 +105,9 @@ def _tensor(path: Path, data: Array, name: str, header: _Header, entry: Entry, s
 
     def read() -> Array:
         raw = read_entry(path, data, entry)
+        is_mapped = (raw.ctypes.data + header.begin) % ALIGNMENT == 0 and dtype == native and header.order == "C"
+        if not entry.compressed and not is_mapped:  # it will be copied, so every byte of it is read anyway
+            check_sum(path, data, entry)
         array = view(raw, header.begin, header.shape, dtype, header.order)
         if dtype != native:
             array = array.astype(native)

@@ -2,11 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
+from lazymods._errors import LazyError
 from lazymods.state.files.safetensors import looks_like_safetensors, open_safetensors
-from lazymods.state.files.stored import Checkpoint
+from lazymods.state.files.stored import Checkpoint, printable
+
+_ATTEMPTS = 100  # each failed one is a whole save that was faster
+
+T = TypeVar("T")
+
+
+def read_checkpoint(path: str | os.PathLike[str], read: Callable[[Checkpoint], T]) -> T:
+    """Open a checkpoint and return what ``read`` makes of it, all of it from one and the same.
+
+    A file is mapped, and the map outlives the file's name. A folder is read by the names of its files: if a save has
+    put a new one in its place meanwhile, the new one is read, from its beginning.
+
+    Raises:
+        Exception: As :func:`open_checkpoint`, or what ``read`` raises.
+    """
+    for _ in range(_ATTEMPTS):
+        with _held(path) as is_same:
+            try:
+                out = read(open_checkpoint(path))
+            except (LazyError, OSError):
+                if is_same():
+                    raise
+            else:
+                if is_same():
+                    return out
+    raise OSError(f"{_ATTEMPTS} times another save replaced {printable(str(path))} while it was read")
+
+
+@contextlib.contextmanager
+def _held(path: str | os.PathLike[str]) -> Iterator[Callable[[], bool]]:
+    """Give a function that says whether a folder is still the one of now; while it is held open, no other is alike."""
+    if os.name != "posix" or not os.path.isdir(path):
+        yield lambda: True
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def is_same() -> bool:
+        try:
+            return os.path.samestat(os.stat(path), os.fstat(descriptor))
+        except OSError:
+            return False
+
+    try:
+        yield is_same
+    finally:
+        os.close(descriptor)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -23,7 +73,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"no checkpoint at {path}")
+        path = _moved(path)
     if path.is_file():
         with open(path, "rb") as file:
             head = file.read(512)
@@ -32,3 +82,13 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     from lazymods.state.files.others import open_other  # takes longer to import than a small file to load
 
     return open_other(path)
+
+
+def _moved(path: Path) -> Path:
+    """Return where a killed save has left the checkpoint of a path: it was about to put a newer one there."""
+    from lazymods.state.replacing import standing
+
+    moved = standing(Path(os.path.realpath(path)))
+    if not moved.exists():
+        raise FileNotFoundError(f"no checkpoint at {printable(str(path), 5000)}")
+    return moved

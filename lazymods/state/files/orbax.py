@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from lazymods._errors import one_line
+from lazymods._errors import CheckpointError, one_line
+from lazymods.state.files import orbax_folder
 from lazymods.state.files.stored import (
     ALIASES,
     Array,
@@ -35,9 +36,6 @@ from lazymods.state.files.stored import (
     refuse,
 )
 from lazymods.state.transfer import empty
-
-MAX_METADATA_BYTES = 100_000_000
-"""The longest description of a tree that is read."""
 
 _TREE = "_METADATA"
 _STEP = "_CHECKPOINT_METADATA"
@@ -63,11 +61,13 @@ def open_orbax(path: Path) -> Checkpoint:
         CheckpointError: If metadata or values are missing or damaged, or something in the tree is no array.
     """
     folder = _item_folder(path)
+    files = orbax_folder.files_of(folder)  # before anything is opened
     tree = _read_tree(path, folder / _TREE)
     stores = _open_arrays(path, folder, tree)
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     # a part of an array is read by whole chunks, which may be larger than the array
-    check_unpacked(path, sum(max(t.nbytes, chunk) for t, chunk in stores.values()), size)
+    needed = {".".join(keys): max(tensor.nbytes, chunk) for keys, (tensor, chunk) in stores.items()}
+    check_unpacked(path, sum(needed.values()), sum(files.values()))
+    orbax_folder.check_sizes(path, files, needed)
     tensors = {".".join(keys): tensor for keys, (tensor, _) in stores.items()}
     aliases = _read_aliases(path, tensors.pop(ALIASES, None))
     dropped = _state_levels([keys for keys in stores if keys != (ALIASES,)])
@@ -87,6 +87,25 @@ def open_orbax(path: Path) -> Checkpoint:
     return Checkpoint(path, "Orbax", renamed, aliases)
 
 
+def refuse_to_replace(path: Path) -> str | None:
+    """Say why a folder must not be replaced: because it is no checkpoint, or holds something that Orbax did not write.
+
+    Returns:
+        What it is, or None if it is a checkpoint that can be opened, and nothing else.
+    """
+    if not is_orbax(path):
+        return "a folder that is no Orbax checkpoint"
+    try:
+        open_orbax(path)
+        folder = _item_folder(path)
+        arrays = {".".join(keys) for keys in _read_tree(path, folder / _TREE).leaves}
+    except CheckpointError as error:
+        problem = error.problems[0]
+        return f"an Orbax folder that does not open ({problem.where}: {problem.got})"
+    stranger = orbax_folder.stranger_in(path, folder, arrays)
+    return None if stranger is None else f"a checkpoint's folder with something else in it, {printable(stranger)}"
+
+
 def _item_folder(path: Path) -> Path:
     if (path / _TREE).is_file():
         return path
@@ -95,7 +114,12 @@ def _item_folder(path: Path) -> Path:
         return path / items[0]
     if items:
         shown = printable(", ".join(items))
-        raise refuse(path, f"several items: {shown}", "one tree", write=f"the path of one: {path / items[0]}")
+        raise refuse(
+            path,
+            f"several items: {shown}",
+            "one tree",
+            write=f"the path of one: {printable(str(path / items[0]), 5000)}",
+        )
     raise refuse(path, f"an Orbax folder without its {_TREE}", "all of what Orbax wrote: the folder is incomplete")
 
 
@@ -116,8 +140,8 @@ class _Tree:
 
 def _read_tree(path: Path, file: Path) -> _Tree:
     data = map_file(file)
-    if len(data) > MAX_METADATA_BYTES:
-        raise refuse(path, f"a {_TREE} of over {MAX_METADATA_BYTES:,} bytes", "a description of a tree")
+    if len(data) > orbax_folder.MAX_METADATA_BYTES:
+        raise refuse(path, f"a {_TREE} of over {orbax_folder.MAX_METADATA_BYTES:,} bytes", "a description of a tree")
     metadata = read_json(path, data.tobytes(), _TREE)
     entries = metadata.get("tree_metadata") if isinstance(metadata, dict) else None
     if not isinstance(entries, dict):

@@ -62,4 +62,4 @@ def _open_archive(path: Path) -> Checkpoint:
 def _unread_pickle(path: Path, what: str) -> Exception:
     endings = ", ".join(torch_file.SUFFIXES)
     needed = f"safetensors or npz; a pickle can hold code, and is opened under the names {endings} only, and not run"
-    return refuse(path, what, needed, write=f"{path.stem}.pt for its name, if it is a PyTorch file")
+    return refuse(path, what, needed, write=f"{printable(path.stem)}.pt for its name, if it is a PyTorch file")

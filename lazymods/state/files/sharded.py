@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lazymods._errors import CheckpointError, Problem
 from lazymods.state.files.safetensors import open_safetensors
 from lazymods.state.files.stored import Checkpoint, known_as, map_file, printable, read_json, refuse
 from lazymods.state.files.torch_file import open_torch
@@ -40,17 +41,34 @@ def open_index(path: Path) -> Checkpoint:
         CheckpointError: If it is no index, names a file outside its folder, or names what is not there.
     """
     weight_map = _read_index(path)
-    files = {file: _open_shard(path, file) for file in dict.fromkeys(weight_map.values())}
+    files: dict[str, Checkpoint] = {}
+    problems: list[Problem] = []
+    for file in dict.fromkeys(weight_map.values()):
+        try:
+            files[file] = _open_shard(path, file)
+        except CheckpointError as error:  # all of what is wrong is told at once
+            problems.extend(error.problems)
     tensors: dict[str, Any] = {}
     for name, file in weight_map.items():
-        shard = files[file]
+        shard = files.get(file)
+        if shard is None:
+            continue
         stored = shard.aliases.get(name, name)
-        if stored not in shard.tensors:
-            got = f"no such tensor in {printable(file)}"
-            raise refuse(path, got, "every tensor in the file that the index names for it", tensor=name)
-        tensors[name] = shard.tensors[stored]
+        if stored in shard.tensors:
+            tensors[name] = shard.tensors[stored]
+            continue
+        got = f"no such tensor in {printable(file)}"
+        problems += refuse(path, got, "every tensor in the file that the index names for it", tensor=name).problems
+    if problems:
+        raise CheckpointError(*problems)
+
+    def check_sums() -> None:
+        for shard in files.values():
+            shard.check_sums()
+
     aliases = {a: kept for f in files.values() for a, kept in f.aliases.items() if kept in tensors and a not in tensors}
-    return Checkpoint(path, "sharded " + next(iter(files.values())).format if files else "sharded", tensors, aliases)
+    kind = "sharded " + next(iter(files.values())).format if files else "sharded"
+    return Checkpoint(path, kind, tensors, aliases, check_sums=check_sums)
 
 
 def open_folder(path: Path) -> Checkpoint | None:
@@ -76,7 +94,12 @@ def open_folder(path: Path) -> Checkpoint | None:
         if len(candidates) > 1:
             shown = ", ".join(candidates[:8]) + (", ..." if len(candidates) > 8 else "")
             needed = "one index, or one file: which of them is meant is not known"
-            raise refuse(path, printable(shown, 1000), needed, write=f"the path of one: {path / candidates[0]}")
+            raise refuse(
+                path,
+                printable(shown, 1000),
+                needed,
+                write=f"the path of one: {printable(str(path / candidates[0]), 5000)}",
+            )
         if candidates:
             return reader(path / candidates[0])
     return None

@@ -27,6 +27,9 @@ MAX_UNPACKED_BYTES = 1 << 30
 MAX_UNPACKED_RATIO = 100
 """Beyond :data:`MAX_UNPACKED_BYTES`, how many times the file's own size compressed tensors may unpack to."""
 
+MIN_JSON_PARTS = 10_000
+BYTES_OF_JSON_PART = 6  # the shortest entry of a safetensors header has 7 braces, brackets and colons in 50 bytes
+
 ALIASES = "__aliases__"  # the entry of an npz archive or Orbax folder that names tied tensors
 DTYPES = "__dtypes__"  # the entry of an npz archive that names the dtypes that numpy has no name for
 
@@ -66,6 +69,8 @@ class Checkpoint:
             object that is no tensor.
         aliases: Further names of tensors, each with the name that holds the values.
         metadata: Texts that the file carries.
+        check_sums: Reads all that has a checksum which reading the tensors does not look at, and raises
+            ``CheckpointError`` if one differs.
     """
 
     path: Path
@@ -73,6 +78,7 @@ class Checkpoint:
     tensors: Mapping[str, Any]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    check_sums: Callable[[], None] = lambda: None
 
 
 def byte_count(shape: Shape, dtype: np.dtype[Any]) -> int:
@@ -169,6 +175,11 @@ def read_json(file: Path, raw: bytes, what: str, tensor: str = "") -> Any:
     def constant(text: str) -> Any:
         raise ValueError(f"{text} is no JSON")
 
+    # what is parsed takes at most some times the text's size: names and texts are long, and containers few
+    parts = raw.count(b"{") + raw.count(b"[") + raw.count(b":")
+    if parts > MIN_JSON_PARTS + len(raw) // BYTES_OF_JSON_PART or raw.count(b",") > MIN_JSON_PARTS + len(raw) // 3:
+        got = f"{what} of {len(raw):,} bytes that is made of {parts:,} parts"
+        raise refuse(file, got, "names and texts mostly: parsed it would take many times its size", tensor=tensor)
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=checked, parse_constant=constant)
     except CheckpointError:

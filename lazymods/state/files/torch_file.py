@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lazymods._errors import one_line
-from lazymods.state.files import archive, torch_pickle
+from lazymods.state.files import archive, torch_names, torch_pickle
 from lazymods.state.files.stored import (
     Array,
     Checkpoint,
@@ -25,6 +25,7 @@ from lazymods.state.files.stored import (
     dtype_named,
     known_as,
     map_file,
+    possible,
     printable,
     refuse,
     small_dtype_named,
@@ -81,7 +82,7 @@ def open_torch(path: Path) -> Checkpoint:
         )
     loaded = _load(torch, path, is_mapped=is_zip)
     tensors = _Flattened(path, torch).run(loaded)
-    return Checkpoint(path, "PyTorch", tensors)
+    return Checkpoint(path, "PyTorch", tensors, check_sums=lambda: archive.check_sums(path, data, entries.values()))
 
 
 def _import_torch(path: Path) -> Any:
@@ -104,9 +105,9 @@ def _load(torch: Any, path: Path, *, is_mapped: bool) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of old protocols and of storages that PyTorch is about to rename
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
-    except (MemoryError, OSError):
+    except MemoryError:
         raise
-    except Exception as error:
+    except Exception as error:  # an OSError too: PyTorch raises it for what a file holds
         got = printable(one_line(error), 300) or type(error).__name__
         raise refuse(path, f"a file that PyTorch does not load ({got})", _NEEDED) from error
 
@@ -156,7 +157,9 @@ def _check_archive(path: Path, data: Array, entries: Mapping[str, archive.Entry]
 
 def _walk(path: Path, data: Array, begin: int, trusted: Collection[str]) -> torch_pickle.Pickle:
     try:
-        return torch_pickle.walk(data, begin, allowed=trusted)
+        walked = torch_pickle.walk(data, begin, allowed=trusted)
+        torch_names.check_names(walked.value, walked.end - begin)
+        return walked
     except torch_pickle.Malformed as error:
         write = "safetensors.torch.save_file(model.state_dict(), path), where the file comes from"
         raise refuse(path, error.got, error.needed, write=write) from error
@@ -276,6 +279,9 @@ class _Flattened:
         dtype = dtype_named(kind) if kind in _DTYPES else None
         if dtype is None:
             raise refuse(self.path, f"dtype {kind}", f"one of {', '.join(_DTYPES)}", tensor=name)
+        if not possible(tuple(tensor.shape), dtype):
+            got = f"shape {printable(str(tuple(tensor.shape)))}"
+            raise refuse(self.path, got, "a shape that an array can have", tensor=name)
         return StoredTensor(name, tuple(tensor.shape), dtype, self.path, lambda: _as_array(torch, tensor, dtype))
 
 

@@ -66,6 +66,10 @@ _CONSTANT_NAME = re.compile(
 _BUILTIN = {"__builtin__": "builtins"}  # as Python 2 named it, and as protocol 2 still does
 
 
+MAX_STACK = 100_000
+"""How many values a pickle may have begun with at a time: ``pickle`` writes a thousand of a container at once."""
+
+
 class Malformed(Exception):  # noqa: N818 - a fact for the reader, who makes the error
     """A pickle that is not read.
 
@@ -191,6 +195,7 @@ class _Machine:
         self.storages: dict[str, Storage] = {}
 
     def run(self) -> Any:
+        begin = self.reader.position
         while True:
             code = self.reader.read(1)
             if not code:
@@ -199,6 +204,10 @@ class _Machine:
             name = instruction.name if instruction else code.hex()
             if name == "STOP":
                 return self.stack.pop()
+            if len(self.stack) > MAX_STACK or len(self.outer) > MAX_STACK:
+                raise Malformed(f"over {MAX_STACK:,} values begun at a time", "what torch.save writes")
+            if name == "PROTO" and self.reader.position > begin + 1:
+                raise Malformed("a protocol that is told twice", "what torch.save writes")
             if name == "GLOBAL":
                 self.stack.append(self.find(self.line(), self.line()))
                 continue

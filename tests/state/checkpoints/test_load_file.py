@@ -157,7 +157,7 @@ def test_problems_name_the_file_and_both_shapes(tmp_path: Path) -> None:
         "bias\n"
         f"  got:    no entry in the checkpoint {path}\n"
         "  needed: an entry for each parameter of the model\n"
-        "  write:  strict=False to load the others, or lm.state_dict of a model like this one\n"
+        "  write:  an entry for it: lm.state_dict, or a checkpoint, of a model like this one\n"
         "extra\n"
         "  got:    f32[1], an entry that the model has no parameter for\n"
         "  needed: only entries of the model\n"

@@ -2,11 +2,6 @@
 
 import json
 import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -149,41 +144,6 @@ def test_permissions_are_those_of_a_new_file(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     lm.save(plain_mlp(), tmp_path / "m.safetensors")
     assert (tmp_path / "m.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
-
-
-SAVES_FOR_EVER = """
-import sys, jax.numpy as jnp, lazymods as lm
-from flax import nnx
-models = [nnx.Dict(a=nnx.Param(jnp.full((512, 257), float(i))), b=nnx.Param(jnp.full(5, float(i)))) for i in (1, 2)]
-print("ready", flush=True)
-while True:
-    for model in models:
-        lm.save(model, sys.argv[1])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
-def test_a_killed_save_leaves_the_old_file_or_the_new(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"m{suffix}"
-    chance = random.Random(0)
-    lm.save(nnx.Dict(a=nnx.Param(jnp.full((512, 257), 1.0)), b=nnx.Param(jnp.full(5, 1.0))), path)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "JAX_PLATFORMS": "cpu"}
-    whole = 0
-    for _ in range(25):  # 50 with both formats
-        with subprocess.Popen(
-            [sys.executable, "-c", SAVES_FOR_EVER, str(path)], env=env, stdout=subprocess.PIPE
-        ) as child:
-            assert child.stdout is not None
-            assert child.stdout.readline() == b"ready\n"
-            time.sleep(chance.uniform(0.0, 0.03))
-            child.send_signal(signal.SIGKILL)
-        model = nnx.Dict(a=nnx.Param(jnp.zeros((512, 257))), b=nnx.Param(jnp.zeros(5)))
-        lm.load(model, path)
-        values = {float(v) for v in np.unique(np.concatenate([np.ravel(model.a[...]), np.ravel(model.b[...])]))}
-        assert values in ({1.0}, {2.0})
-        whole += 1
-    assert whole == 25
 
 
 def test_saving_does_not_write_into_what_was_loaded(tmp_path: Path) -> None:

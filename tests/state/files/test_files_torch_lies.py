@@ -150,7 +150,7 @@ def test_mappings_that_multiply(tmp_path: Path) -> None:
     tree: dict[str, Any] = {"x": torch.ones(1)}
     for _ in range(40):
         tree = {"left": tree, "right": tree}
-    refusal(saved(tmp_path / "m.pt", tree), "names of over 100,000,000 characters")
+    refusal(saved(tmp_path / "m.pt", tree), "names in a pickle of", "each name written once")
 
 
 def test_mappings_too_deep(tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_mappings_too_deep(tmp_path: Path) -> None:
     refusal(saved(tmp_path / "m.pt", tree), "over 64 deep")
     raw = b"\x80\x02" + b"}X\x01\0\0\0a" * 100_000 + b"}" + b"s" * 100_000 + b"."
     path = zipped(tmp_path / "n.pt", {"a/data.pkl": raw, "a/version": b"3\n"})
-    refusal(path, "over 64 deep")
+    refusal(path, "values begun at a time")
 
 
 def test_mappings_that_hold_themselves(tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""Files that hang, cost more than they are, or speak to the terminal; and everything that is wrong told at once."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import lazymods as lm
+from lazymods.__main__ import main
+
+
+def linear() -> nnx.Linear:
+    return nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda p: os.symlink("nowhere", p)], ids=["pipe", "dangling link"])
+@pytest.mark.parametrize("name", ["manifest.ocdbt", "d/0123456789abcdef0123456789abcdef"])
+def test_only_files_in_an_orbax_folder(tmp_path: Path, make: object, name: str) -> None:
+    lm.save(linear(), tmp_path / "m")
+    (tmp_path / "m" / name).unlink(missing_ok=True)
+    make(tmp_path / "m" / name)  # type: ignore[operator]
+    with pytest.raises(lm.CheckpointError, match=f"m: {name}"):
+        lm.load(linear(), tmp_path / "m")
+
+
+def test_sparse_files_in_an_orbax_folder(tmp_path: Path) -> None:
+    for name in ("manifest.ocdbt", None):
+        path = tmp_path / ("manifest" if name else "data")
+        lm.save(linear(), path)
+        file = path / name if name else next((path / "d").iterdir())
+        os.truncate(file, 1 << 40)
+        with pytest.raises(lm.CheckpointError, match="1,099,511,627,776 bytes"):
+            lm.load(linear(), path)
+
+
+def test_arrays_that_do_not_fit_are_not_read(tmp_path: Path) -> None:
+    n = 1 << 40
+    header = json.dumps({"mask": {"dtype": "BOOL", "shape": [n], "data_offsets": [0, n]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(tmp_path / "a.safetensors", 8 + len(header) + n)  # a hole: it takes no room
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(nnx.Dict(mask=nnx.Variable(jnp.zeros(3, bool))), tmp_path / "a.safetensors")
+    assert caught.value.mismatched == ["mask"]
+
+
+def test_check_computes_the_sums_and_reads_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    npz = tmp_path / "a.npz"
+    np.savez(npz, kernel=np.ones((2, 4), np.float32), bias=np.zeros(4, np.float32))
+    assert main(["check", str(npz)]) == 0
+    raw = bytearray(npz.read_bytes())
+    raw[raw.find(np.ones(4, np.float32).tobytes())] ^= 1
+    npz.write_bytes(raw)
+    assert main(["check", str(npz)]) == 1
+    with pytest.raises(lm.CheckpointError, match="CRC"):
+        lm.load(lm.LazyLinear(4, rngs=nnx.Rngs(0)), npz)
+    lm.save(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), tmp_path / "m")
+    largest = max((p for p in (tmp_path / "m").glob("ocdbt.process_0/d/*")), key=lambda p: p.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    assert main(["check", str(tmp_path / "m")]) == 1
+    assert "m: kernel" in capsys.readouterr().err
+
+
+def test_names_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    evil = tmp_path / "\x1b]0;PWNED\x07.safetensors"
+    save_file({"\x1b[31mx": np.zeros(1, np.float32)}, evil)
+    for layout in ("flax", "torch"):
+        with pytest.raises(lm.StateDictError) as caught:
+            lm.load(linear(), evil, layout=layout)
+        assert str(caught.value).replace("\n", "").isprintable()
+    (tmp_path / "\x1b[31mx.dat").write_bytes(pickle.dumps({}))
+    with pytest.raises(lm.CheckpointError) as refused:
+        lm.load(linear(), tmp_path / "\x1b[31mx.dat")
+    assert str(refused.value).replace("\n", "").isprintable()
+    assert main(["check", str(evil)]) == 0
+    assert capsys.readouterr().out.replace("\n", "").isprintable()
+
+
+def test_a_header_that_would_take_many_times_its_size(tmp_path: Path) -> None:
+    header = b'{"a":[' + b"{}," * 100_000 + b"{}]}"
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(lm.CheckpointError, match="many times its size"):
+        lm.load(linear(), tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("kind", [np.frombuffer(b"evil", np.uint8), np.ones(2), np.zeros(0, np.uint8)], ids=str)
+def test_unknown_kinds_of_keys(tmp_path: Path, kind: np.ndarray) -> None:
+    model = nnx.Dict(r=nnx.Rngs(0))
+    lm.save(model, tmp_path / "r.npz", include_rng=True)
+    with np.load(tmp_path / "r.npz") as file:
+        np.savez(tmp_path / "s.npz", **{n: kind if n.endswith(".impl") else v for n, v in file.items()})
+    with pytest.raises(lm.CheckpointError, match=r"default\.key\.impl"):
+        lm.load(model, tmp_path / "s.npz")
+
+
+def test_every_missing_shard_and_tensor_is_told(tmp_path: Path) -> None:
+    save_file({"a": np.zeros(1, np.float32)}, tmp_path / "1.safetensors")
+    names = {"a": 1, "b": 1, "c": 1, "d": 2, "e": 3}
+    index = {"weight_map": {name: f"{shard}.safetensors" for name, shard in names.items()}}
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(lm.CheckpointError) as caught:
+        lm.load(linear(), tmp_path / "m.safetensors.index.json")
+    text = str(caught.value)
+    assert len(caught.value.problems) == 4
+    assert all(word in text for word in ("json: b", "json: c", "no file 2.safetensors", "no file 3.safetensors"))
+
+
+def test_the_cause_comes_first_and_names_are_told_together(tmp_path: Path) -> None:
+    model = nnx.Dict(h=nnx.List([nnx.Dict(q=linear(), k=linear()) for _ in range(32)]))
+    state = {f"backbone.{name}": np.asarray(value) for name, value in lm.state_dict(model).items()}
+    save_file(state, tmp_path / "m.safetensors")
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(model, tmp_path / "m.safetensors")
+    lines = str(caught.value).splitlines()
+    assert lines[1:3] == [
+        "  cause:  the file's names begin with 'backbone.', the model's do not",
+        '  write:  rename=[(r"^backbone\\.", "")]',
+    ]
+    assert "h.{0..31}.q.kernel" in lines
+    assert len(lines) <= 40
+    assert sorted(caught.value.missing) == sorted(lm.state_dict(model))
+    assert sorted(caught.value.unexpected) == sorted(state)
+    assert len(caught.value.problems) == 256
+    with pytest.warns(UserWarning, match=r"nothing was loaded.*begin with 'backbone\.'"):
+        lm.load(model, tmp_path / "m.safetensors", strict=False)
