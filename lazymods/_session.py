@@ -31,7 +31,7 @@ from lazymods._errors import (
     one_line,
 )
 from lazymods._graph import HOOKS, Path, dotted
-from lazymods._recipe import is_key
+from lazymods._recipe import InitSource, Recipe, is_key
 
 INDEX = "_lazymods__index"
 
@@ -159,6 +159,7 @@ class Session:
             self._root = _compat.weak(_compat.current_trace())
             model, *copies = nnx.merge(graphdef, state, copy=True)
             _fill_abstract([model, *copies])
+            _forget_keys([model, *copies])
             self._prepare([model, *copies])
             args, kwargs = self._arguments.put_together(given, copies)
             output = self._call(model, args, kwargs)
@@ -325,6 +326,16 @@ def _fill_abstract(roots: list[Any]) -> None:
                     variable.set_raw_value(jnp.broadcast_to(jax.random.key(0), raw.shape))
                 else:
                     variable.set_raw_value(jax.lax.full(raw.shape, 0, raw.dtype))
+
+
+def _forget_keys(roots: list[Any]) -> None:
+    """Let placeholders that were built under a transform carry no keys: nothing is drawn, and nnx.grad refuses them."""
+    for variable in _graph.variables(roots):
+        if _graph.is_placeholder(variable) and not variable.recipe.is_static:
+            recipe = variable.recipe
+            source = InitSource(None) if isinstance(recipe.source, InitSource) else recipe.source
+            marker = _compat_abstract.zeros(recipe.stack, np.float32)
+            variable.set_raw_value(Recipe(source, *recipe.static()[1:], keys=(marker,)))
 
 
 def _arrays_only(output: Any) -> Any:
