@@ -163,6 +163,8 @@ class Builder:
 
     def _slot(self, slot: Slot) -> Any:
         metadata = {**slot.metadata, **self.metadata}
+        if slot.metadata.get("eager_sharding") is not None:  # the caller's own word goes before the setting
+            metadata["eager_sharding"] = slot.metadata["eager_sharding"]
         if slot.cls is not None and issubclass(slot.cls, nnx.RngState):  # random state depends on no size
             recipe = Recipe(SlotSource(self.mould.spec, slot.path), slot.shape, slot.dtype, "", self.keys)
             value = recipe.stacked(lambda keys: self.template.blueprint.run([slot], keys)[0])

@@ -149,8 +149,15 @@ def _conform_node(node: Any, actual: Node, template: Node, path: Path, builder: 
             _conform_node(value, description, before, (*path, name), builder)
         elif isinstance(description, (Slot, Node)) and type(before) is not type(description):
             object.__setattr__(node, name, builder.make(description, (*path, name)))
-        elif isinstance(description, Static) and isinstance(value, UninitializedVariable):
+        elif isinstance(description, Static) and _is_own(value, before):
             object.__setattr__(node, name, description.fresh())
+
+
+def _is_own(value: Any, before: Any) -> bool:
+    """Whether an attribute is a placeholder, or what the constructor made at the probes' sizes with nothing filled."""
+    if isinstance(value, UninitializedVariable):
+        return True
+    return isinstance(before, Node) and type(value) is before.cls and _graph.has_uninitialized_params(value)
 
 
 def _check_held(
@@ -169,7 +176,7 @@ def _check_held(
             got = "nothing known" if known is None else f"a placeholder of shape {show_shape(known)}"
         else:
             shape = shape_of(value)
-            wrong, got = _unstacked(shape, stack, len(slot.shape)) != slot.shape, f"a value of shape {shape}"
+            wrong, got = unstacked(shape, stack, len(slot.shape)) != slot.shape, f"a value of shape {shape}"
         if wrong:
             problems.append(
                 Problem(
@@ -183,7 +190,7 @@ def _check_held(
         raise ShapeInferenceError(*problems)
 
 
-def _unstacked(shape: tuple[int, ...], stack: tuple[int, ...], rank: int) -> tuple[int, ...]:
+def unstacked(shape: tuple[int, ...], stack: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """The shape of one model's value of that rank, in a layer with such axes in front; else the shape as it is."""
     stacked = len(shape) == rank + len(stack) and shape[: len(stack)] == stack
     return shape[len(stack) :] if stacked else shape
@@ -427,8 +434,7 @@ def _merge(node: Any, actual: Node, template: Node) -> None:
         names = names.update({k: v for k, v in _compat.data_names(node).items() if k in extra})
     own = {k: vars(node)[k] for k in (_compat.STATE, _compat.NODES) if k in vars(node)}
     ours = {k: vars(node)[k] for k in (STATE, _graph.HOOKS) if k in vars(node)}
-    vars(node).clear()
-    vars(node).update(own | merged | extra | ours)
+    _compat.set_attributes(node, own | merged | extra | ours)
     _compat.share_data_names(node, names)
 
 
@@ -505,7 +511,7 @@ def _shapes_held(layer: Any, template: Template, stack: tuple[int, ...]) -> dict
     for path, (_, _, value) in own_slots(layer, template.blueprint).items():
         if isinstance(value, UninitializedVariable):
             continue
-        shape = _unstacked(shape_of(value), stack, len(template.blueprint.slots[path].shape))
+        shape = unstacked(shape_of(value), stack, len(template.blueprint.slots[path].shape))
         if len(shape) == len(template.blueprint.slots[path].shape):
             shapes[path] = shape
     return shapes

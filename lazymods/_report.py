@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lazymods import _graph, _hooks
+from lazymods import _first_call, _graph, _hooks, _lifecycle
 from lazymods._errors import describe_call
 from lazymods._graph import Path, dotted
 from lazymods._lifecycle import Drawing
@@ -71,7 +71,8 @@ class LayerRow:
         inferred: The constructor arguments that were inferred.
         parameters: Its own parameters and buffers; those of the layers inside it have rows of their own, unless
             they were made with it.
-        flops: Floating-point operations of its call by XLA's cost analysis, None if not asked for.
+        flops: Floating-point operations of its call by XLA's cost analysis, None if not asked for, or if they can't be
+            counted: of a layer that is one of a stack, or whose call runs only inside the model.
     """
 
     path: str
@@ -141,13 +142,14 @@ class ShapeReport:
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the table's heads and rows as texts."""
         heads = ["path", "layer", "input", "inferred", "parameters", "dtype", "count", "bytes"]
-        flops = any(row.flops is not None for row in self.rows)
+        flops = self.flops is not None or any(row.flops is not None for row in self.rows)
         init = any(p.init for row in self.rows for p in row.parameters)
         rows = []
         for row in self.rows:
             cells = _cells(row)
             if flops:
-                cells.append("" if row.flops is None else f"{row.flops:,.0f}")
+                unknown = "" if row.inputs is None else "?"
+                cells.append(unknown if row.flops is None else f"{row.flops:,.0f}")
             if init:
                 cells.append("\n".join(p.init for p in row.parameters))
             rows.append(cells)
@@ -328,9 +330,10 @@ def summary(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
     """
     if not args and not kwargs:
         return report_of(model, None)
-    session = Session(model, args, kwargs).run()
-    report = report_of(model, session)
-    calls = {dotted(path): call for path, call in session.calls.items()}
+    with _lifecycle.LOCK:
+        session = Session(model, args, kwargs).run()
+        report = report_of(model, session)
+    calls = {dotted(path): call for path, call in session.calls.items() if not call.stacked}
     flops = {row.path: _flops(session, c.path, c.args, c.kwargs) for row in report.rows if (c := calls.get(row.path))}
     rows = tuple(dataclasses.replace(row, flops=flops.get(row.path)) for row in report.rows)
     return dataclasses.replace(report, rows=rows, flops=_flops(session, (), *session.inputs))
@@ -340,14 +343,17 @@ def _flops(session: Session, path: Path, args: Any, kwargs: Any) -> float | None
     """Count the operations of one layer's call, lowered but not compiled."""
     graphdef, state = session.ready
     arguments = CallArguments(args, kwargs)
-    modules = nnx.split(arguments.modules)
+    modules, held = nnx.split(arguments.modules)
 
-    def call(state: Any, given: dict[int, Any]) -> Any:
+    def call(state: Any, held: Any, given: dict[int, Any]) -> Any:
         module = _graph.at(nnx.merge(graphdef, state), path)
-        a, k = arguments.put_together(given, nnx.merge(*modules, copy=True))
+        a, k = arguments.put_together(given, nnx.merge(modules, held))
         return jax.tree.leaves(module(*a, **k))
 
-    return _count(jax.jit(call), state, arguments.arrays)
+    try:
+        return _count(jax.jit(call), state, jax.tree.map(_first_call.as_specs, held), arguments.arrays)
+    except Exception:  # the model's own run went well: the call alone can't be repeated outside of it
+        return None
 
 
 def _count(function: Any, *args: Any) -> float | None:

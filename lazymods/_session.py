@@ -59,6 +59,7 @@ class Call:
 
     Attributes:
         module: The module of the copy.
+        stacked: Whether the module that was called is one of those that the copy holds as a stack.
         sized: Whether it is a lazy layer that was sized in this call; its hooks and its class both ask for that.
     """
 
@@ -67,6 +68,7 @@ class Call:
     kwargs: dict[str, Any]
     output: Any = None
     module: Any = None
+    stacked: bool = False
     sized: bool = False
 
 
@@ -184,6 +186,9 @@ class Session:
                 )
             ) from error
         except (ValueError, TypeError) as error:
+            if not _is_of_jax(error):  # the model's own words, or Flax's
+                error.add_note(f"in an abstract run of the model, at {self._where()}")
+                raise
             call = self._stack[-1] if self._stack else Call((), args, kwargs)
             raise ShapeInferenceError(
                 Problem(
@@ -212,9 +217,9 @@ class Session:
             self.initialize(_graph.at(copies, self.lazy[index][0]), args, kwargs)
 
     def _follow(self, node: Any, path: Path) -> None:
-        def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def enter(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             specs = _first_call.as_specs((args, kwargs))
-            self._stack.append(Call(path, *specs, module=node))
+            self._stack.append(Call(path, *specs, module=node, stacked=called is not node and _is_slice(called, node)))
 
         def leave(_: Any, args: tuple[Any, ...], output: Any) -> None:
             call = self._stack.pop()
@@ -292,6 +297,15 @@ class Session:
             )
 
 
+def _is_slice(called: Any, node: Any) -> bool:
+    """Whether what a transform calls holds values of lower rank than the module that it was made from."""
+
+    def ranks(module: Any) -> int:
+        return sum(len(getattr(v.get_raw_value(), "shape", None) or ()) for v in _graph.variables(module))
+
+    return ranks(called) < ranks(node)
+
+
 def _finish(model: Any) -> None:
     """Let every layer that was initialized become its class."""
     for _, node in list(_graph.nodes(model)):
@@ -302,6 +316,15 @@ def _finish(model: Any) -> None:
     for _, node in _graph.lazy_nodes(model):
         if not _first_call.empty_slots(node):
             _lifecycle.settle(node, None)
+
+
+def _is_of_jax(error: Exception) -> bool:
+    """Whether JAX itself raised an error, as it does where shapes do not fit."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] in ("jax", "jaxlib", "numpy")
 
 
 def _show(values: dict[str, Any]) -> str:
