@@ -157,7 +157,7 @@ def _is_own(value: Any, before: Any) -> bool:
     """Whether an attribute is a placeholder, or what the constructor made at the probes' sizes with nothing filled."""
     if isinstance(value, UninitializedVariable):
         return True
-    return isinstance(before, Node) and type(value) is before.cls and _graph.has_uninitialized_params(value)
+    return isinstance(before, Node) and isinstance(value, before.cls) and _graph.has_uninitialized_params(value)
 
 
 def _check_held(

@@ -237,6 +237,8 @@ def report_of(model: Any, session: Session | None, drawing: Drawing | None = Non
     for path, node in _ordered_nodes(model):
         lazy = _graph.is_lazy_node(node)
         at = _graph.at(known, path)
+        if at is _graph.MISSING and any(id(_graph.at(model, path[:i])) in visited for i in range(len(path))):
+            continue  # the layer that holds it has none at these sizes
         parameters = _in_order(node, list(_own_parameters(node if at is _graph.MISSING else at, seen)))
         if lazy and how:
             inits = {e.name: how.get(id(e.value), "") for e in _graph.entries(node)}

@@ -319,12 +319,12 @@ def _finish(model: Any) -> None:
 
 
 def _is_of_jax(error: Exception) -> bool:
-    """Whether JAX itself raised an error, as it does where shapes do not fit."""
+    """Whether JAX itself raised an error, as it does where shapes do not fit, or the call that a hook made failed."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
-    return module.partition(".")[0] in ("jax", "jaxlib", "numpy")
+    return module.partition(".")[0] in ("jax", "jaxlib", "numpy", "lazymods")
 
 
 def _show(values: dict[str, Any]) -> str:

@@ -219,6 +219,10 @@ def _check_lazy_layers(plan: Plan) -> None:
             continue
         key = (spec, tuple(shapes.items()))
         blueprint, conflicts = known.get(key) or known.setdefault(key, _sized(spec, template, shapes))
+        if blueprint is not None and not template.blueprint.slots.keys() <= blueprint.slots.keys():
+            slots = _lifecycle.own_slots(layer, template.blueprint).items()
+            gone = {id(value) for slot, (_, _, value) in slots if slot not in blueprint.slots}
+            plan.missing = [name for name in plan.missing if id(plan.places[name].owner) not in gone]
         if blueprint is not None and shapes.keys() == template.blueprint.slots.keys() == blueprint.slots.keys():
             plan.sized.append((layer, blueprint))
         if conflicts:
