@@ -310,7 +310,7 @@ def trace(
             if rngs_name is not None:
                 call[rngs_name] = rngs = _make_rngs(mirrors)
                 known |= {id(rngs): rngs_name} | {id(m): f"{rngs_name}.{name}" for name, m in mirrors.items()}
-            with nnx.use_eager_sharding(False):
+            with nnx.use_eager_sharding(_compat.NOT_GIVEN):  # nothing is sharded, whatever a mesh may be set
                 twin = _construct(cls, call)
             reader = _Reader(known, outputs)
             found.append((reader.describe(twin, ()), reader.slots, {n: s.draws for n, s in mirrors.items()}))
@@ -377,7 +377,8 @@ class _Reader:
 
     def _metadata(self, variable: nnx.Variable[Any]) -> dict[str, Any]:
         metadata = variable.get_metadata()
-        metadata.update(_compat.default_metadata() | {"eager_sharding": None})
+        given = metadata["eager_sharding"]
+        metadata.update(_compat.default_metadata() | {"eager_sharding": given if isinstance(given, bool) else None})
         return metadata
 
     def _slot(self, value: Any, path: Path, cls: Any, metadata: Mapping[str, Any]) -> Slot:

@@ -108,7 +108,7 @@ class Mould:
             checked: Whether no attributes but those of the template will be there when the constructor returns: Flax
                 has checked those of the object that the template describes.
         """
-        builder = Builder(self, keys, given)
+        builder = Builder(self, key_source(keys), given)
         for name, description in self.attributes.items():
             shared = isinstance(description, Static) and not description.mutable
             value = description.value if shared else builder.make(description, (name,))
@@ -132,10 +132,9 @@ def _given(description: Any, path: Path) -> Iterator[tuple[Path, Given]]:
 class Builder:
     """Makes objects from descriptions: placeholders for slots, one object for a shared description."""
 
-    def __init__(self, mould: Mould, keys: Sequence[Any], given: Mapping[str, Any]) -> None:
+    def __init__(self, mould: Mould, keys: StaticKeys | tuple[Any, ...], given: Mapping[str, Any]) -> None:
         self.mould, self.template, self.given = mould, mould.template, given
-        self.arrays = tuple(keys)
-        self.keys = key_source(keys)
+        self.keys = keys
         self.made: dict[int, Any] = {}
         self.metadata = _compat.default_metadata()
 
@@ -164,8 +163,11 @@ class Builder:
 
     def _slot(self, slot: Slot) -> Any:
         metadata = {**slot.metadata, **self.metadata}
+        if slot.metadata.get("eager_sharding") is not None:  # the caller's own word goes before the setting
+            metadata["eager_sharding"] = slot.metadata["eager_sharding"]
         if slot.cls is not None and issubclass(slot.cls, nnx.RngState):  # random state depends on no size
-            value = self.template.blueprint.run([slot], self.arrays)[0]
+            recipe = Recipe(SlotSource(self.mould.spec, slot.path), slot.shape, slot.dtype, "", self.keys)
+            value = recipe.stacked(lambda keys: self.template.blueprint.run([slot], keys)[0])
             return _compat.new_variable(slot.cls, value, metadata)
         cls, static = self.mould.placeholder(slot)
         return _compat.new_variable(cls, Recipe(*static, keys=self.keys), metadata)

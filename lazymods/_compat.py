@@ -220,6 +220,9 @@ def write_variable(variable: Any, cls: type, raw: Any, metadata: dict[str, Any])
     object.__setattr__(variable, "__class__", cls)
 
 
+NOT_GIVEN: Any = 0  # for nnx.use_eager_sharding: as False, and tells what a Variable was not given from False
+
+
 def default_metadata() -> dict[str, Any]:
     """Return the metadata that flax gives every Variable made now (``Variable.required_metadata``)."""
     defaults = nnx.var_defaults()
@@ -290,6 +293,27 @@ def check_without(cls: type, spared: Callable[[Any, str], bool]) -> dict[str, An
 def set_class(node: Any, cls: type) -> None:
     """Change an object's class so that its GraphDef equals that of an object constructed as ``cls``."""
     object.__setattr__(node, "__class__", cls)
+
+
+def set_attributes(node: Any, attributes: dict[str, Any]) -> None:
+    """Give an object all its attributes at once: other threads see the old ones or the new ones, whole."""
+    object.__setattr__(node, "__dict__", dict(attributes))
+
+
+def put_in_front(front: type, cls: type, name: str, namespace: dict[str, Any]) -> Any:
+    """Make a class as if its bases were ``(front, cls)`` whose instances can become ``cls``, whatever bases that has.
+
+    Python lets an object change between classes of one layout, and takes the layout from the first base. So that is
+    ``cls`` here, and the order in which methods are found is given by a metaclass. ``front`` has ``nnx.Module`` as its
+    only base, and ``cls`` is one.
+    """
+
+    def mro(self: type) -> list[type]:
+        return [self, front, *cls.__mro__] if self.__bases__ == (cls, front) else type.mro(self)
+
+    kind = type(cls)
+    meta: Any = type(kind.__name__, (kind,), {"mro": mro, "__module__": kind.__module__})
+    return meta(name, (cls, front), namespace, pytree=is_pytree(cls))
 
 
 def are_concrete(arrays: Iterable[Any]) -> bool:

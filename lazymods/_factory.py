@@ -108,8 +108,7 @@ def make(plan: Plan, *, name: str, module: str, doc: str | None = None) -> Any:
     namespace |= _compat.check_without(plan.cls, LazyState.spares)
     for entry in plan.entries:
         namespace[entry] = _entry(plan, entry)
-    bases = (LazyModuleMixin, plan.cls)
-    return type(plan.cls)(name, bases, namespace, pytree=_compat.is_pytree(plan.cls))
+    return _compat.put_in_front(LazyModuleMixin, plan.cls, name, namespace)
 
 
 class _ClassSignature:

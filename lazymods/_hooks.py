@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from lazymods import _compat, _first_call
+from lazymods import _compat, _first_call, _lifecycle
 from lazymods._graph import HOOKS, STATE
 
 _ids = itertools.count()
+_LOCK = _lifecycle.LOCK  # a module's hooks and its class change together, as when a lazy layer becomes its class
 
 
 class Hook(NamedTuple):
@@ -49,7 +50,8 @@ class RemovableHandle:
         """Remove the hook; removing it twice does nothing."""
         module = self._module()
         if module is not None:
-            _set_hooks(module, tuple(h for h in hooks_of(module) if h.id != self._id))
+            with _LOCK:
+                _set_hooks(module, tuple(h for h in hooks_of(module) if h.id != self._id))
 
     def __enter__(self) -> RemovableHandle:
         """Return the handle."""
@@ -71,8 +73,9 @@ def _register(module: nnx.Module, hook: Hook, *, first: bool = False) -> Removab
         raise TypeError(f"hooks go on an nnx.Module, got {type(module).__name__}")
     if not callable(hook.function):
         raise TypeError(f"a hook is a function, got {type(hook.function).__name__}")
-    hooks = hooks_of(module)
-    _set_hooks(module, (hook, *hooks) if first else (*hooks, hook))
+    with _LOCK:
+        hooks = hooks_of(module)
+        _set_hooks(module, (hook, *hooks) if first else (*hooks, hook))
     return RemovableHandle(module, hook)
 
 
@@ -161,7 +164,7 @@ def hooked_class(cls: type) -> type:
         "_lazymods_own": cls,
         "cls_to_become": None if target is None else hooked_class(target),
     }
-    made = type(cls)(cls.__name__, (Hooked, cls), namespace, pytree=_compat.is_pytree(cls))
+    made = _compat.put_in_front(Hooked, cls, cls.__name__, namespace)
     _compat.inherit_data_names(made)
     return made
 

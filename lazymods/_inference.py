@@ -44,7 +44,7 @@ def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
         >>> report.output.shape, report.total_parameters
         ((32, 4), 212)
     """
-    with _no_collections():
+    with _lifecycle.LOCK, _no_collections():
         session = Session(model, args, kwargs).run()
         return report_of(model, session, _plan(session, calling=False))
 

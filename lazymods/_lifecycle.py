@@ -12,6 +12,7 @@ object that outlives it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -31,6 +32,7 @@ from lazymods._placeholder import (
     fits,
     show_shape,
 )
+from lazymods._recipe import StaticKeys
 from lazymods._spec import LayerSpec, SlotSource
 from lazymods._template import Template, same_static
 from lazymods.compile.metrics import COUNTS
@@ -88,10 +90,10 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     level = _compat.home_trace(layer) if abstract else level_of(layer, empty.values())
     with _compat.at_trace(level):
         if abstract:
-            arrays = {p: _compat_abstract.zeros(blueprint.slots[p].shape, v.dtype) for p, v in empty.items()}
+            arrays = {p: _compat_abstract.zeros(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}
         elif any(isinstance(k, jax.ShapeDtypeStruct) for v in empty.values() for k in v.recipe.keys):
             # a model that nnx.eval_shape made: abstract keys give abstract parameters
-            arrays = {p: jax.ShapeDtypeStruct(blueprint.slots[p].shape, v.dtype) for p, v in empty.items()}
+            arrays = {p: jax.ShapeDtypeStruct(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}
         else:
             arrays = _compute(spec, blueprint, empty)
         for path, array in arrays.items():
@@ -101,6 +103,17 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
             elif isinstance(variable, UninitializedVariable):  # a tie inside the layer may have filled it
                 variable.become(array)
     return blueprint
+
+
+def whole(blueprint: Blueprint, path: Path, variable: UninitializedVariable) -> tuple[int, ...]:
+    """The shape of a slot's value at the sizes of a blueprint, with the axes that are stacked."""
+    return (*variable.recipe.stack, *blueprint.slots[path].shape)
+
+
+def stack_of(layer: Any) -> tuple[int, ...]:
+    """The axes that the values of a layer have in front of their own: it was built under ``nnx.vmap``."""
+    empty = [v.recipe.stack for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)]
+    return max(empty, key=len, default=())
 
 
 def level_of(layer: Any, placeholders: Any) -> Any:
@@ -120,8 +133,8 @@ def _conform(layer: Any, blueprint: Blueprint) -> None:
     if spec.modules or blueprint.slots.keys() == spec.template.blueprint.slots.keys():
         return
     static = vars(layer)[STATE].keys
-    traced = (v.recipe.keys for v in _graph.variables(layer) if isinstance(v, UninitializedVariable))
-    keys = next(traced, ()) if static is None else static.arrays
+    traced = (v.recipe.key_source for v in _graph.variables(layer) if isinstance(v, UninitializedVariable))
+    keys = next(traced, StaticKeys(())) if static is None else static
     shapes = {p: s.shape for p, s in blueprint.slots.items()}
     builder = Builder(Mould(spec, Template(blueprint, {}, {}, shapes, frozenset())), keys, {})
     _conform_node(layer, blueprint.root, spec.template.blueprint.root, (), builder)
@@ -136,11 +149,21 @@ def _conform_node(node: Any, actual: Node, template: Node, path: Path, builder: 
             _conform_node(value, description, before, (*path, name), builder)
         elif isinstance(description, (Slot, Node)) and type(before) is not type(description):
             object.__setattr__(node, name, builder.make(description, (*path, name)))
-        elif isinstance(description, Static) and isinstance(value, UninitializedVariable):
+        elif isinstance(description, Static) and _is_own(value, before):
             object.__setattr__(node, name, description.fresh())
 
 
-def _check_held(layer: Any, blueprint: Blueprint, held: Mapping[Path, tuple[Any, Any, Any]]) -> None:
+def _is_own(value: Any, before: Any) -> bool:
+    """Whether an attribute is a placeholder, or what the constructor made at the probes' sizes with nothing filled."""
+    if isinstance(value, UninitializedVariable):
+        return True
+    return isinstance(before, Node) and isinstance(value, before.cls) and _graph.has_uninitialized_params(value)
+
+
+def _check_held(
+    layer: Any, blueprint: Blueprint, held: Mapping[Path, tuple[Any, Any, Any]], stack: tuple[int, ...] | None = None
+) -> None:
+    stack = stack_of(layer) if stack is None else stack
     problems = []
     for path, (_, _, value) in held.items():
         slot = blueprint.slots[path]
@@ -148,12 +171,12 @@ def _check_held(layer: Any, blueprint: Blueprint, held: Mapping[Path, tuple[Any,
         if isinstance(source, SlotSource) and source.spec == vars(layer)[STATE].spec and source.path == path:
             continue  # the layer's own: what it knew before came from probes
         if isinstance(value, UninitializedVariable):
-            known = value.recipe.shape
+            known = value.recipe.element
             wrong = not fits(known, slot.shape)
             got = "nothing known" if known is None else f"a placeholder of shape {show_shape(known)}"
         else:
             shape = shape_of(value)
-            wrong, got = shape != slot.shape, f"a value of shape {shape}"
+            wrong, got = unstacked(shape, stack, len(slot.shape)) != slot.shape, f"a value of shape {shape}"
         if wrong:
             problems.append(
                 Problem(
@@ -167,6 +190,12 @@ def _check_held(layer: Any, blueprint: Blueprint, held: Mapping[Path, tuple[Any,
         raise ShapeInferenceError(*problems)
 
 
+def unstacked(shape: tuple[int, ...], stack: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The shape of one model's value of that rank, in a layer with such axes in front; else the shape as it is."""
+    stacked = len(shape) == rank + len(stack) and shape[: len(stack)] == stack
+    return shape[len(stack) :] if stacked else shape
+
+
 def _slot_place(layer: Any, path: Path, value: Any) -> str:
     kind = f"{type(value).__name__} of {vars(layer)[STATE].spec.name}"
     return _graph.place(value, kind, dotted(path)) if isinstance(value, nnx.Variable) else located(dotted(path), kind)
@@ -175,9 +204,9 @@ def _slot_place(layer: Any, path: Path, value: Any) -> str:
 def _compute(spec: LayerSpec, blueprint: Blueprint, empty: Mapping[Path, Any]) -> dict[Path, Any]:
     """Run the blueprint for the layer's own placeholders; those tied in from elsewhere know their own way."""
     own = _own(spec, empty)
-    arrays = {p: v.recipe.make(blueprint.slots[p].shape) for p, v in empty.items() if p not in own}
+    arrays = {p: v.recipe.make(whole(blueprint, p, v)) for p, v in empty.items() if p not in own}
     arrays |= _taken(blueprint, own)
-    arrays |= Drawing([(blueprint, {p: v for p, v in own.items() if p not in arrays})]).run()[0]
+    arrays |= Drawing([(blueprint, {p: v for p, v in own.items() if p not in arrays and not v.recipe.stack})]).run()[0]
     groups: list[tuple[Any, list[Path]]] = []
     for path, variable in own.items():
         if path in arrays:
@@ -189,7 +218,8 @@ def _compute(spec: LayerSpec, blueprint: Blueprint, empty: Mapping[Path, Any]) -
         else:
             groups.append((variable.recipe.key_source, [path]))
     for _, paths in groups:
-        made = blueprint.run([blueprint.slots[p] for p in paths], empty[paths[0]].recipe.keys)
+        slots = [blueprint.slots[p] for p in paths]
+        made = empty[paths[0]].recipe.stacked(functools.partial(blueprint.run, slots))
         for path, array in zip(paths, made, strict=True):
             dtype = empty[path].recipe.dtype
             arrays[path] = array if array.dtype == dtype else array.astype(dtype)
@@ -296,7 +326,8 @@ def _readable(layer: Any, values: Mapping[str, Any]) -> tuple[Blueprint, dict[Pa
         return None
     held = own_slots(layer, blueprint)
     own = _own(spec, {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)})
-    return (blueprint, own) if _compat.are_concrete(k for v in own.values() for k in v.recipe.keys) else None
+    plain = _compat.are_concrete(k for v in own.values() for k in v.recipe.keys)
+    return (blueprint, own) if plain and not any(v.recipe.stack for v in own.values()) else None
 
 
 def _taken(blueprint: Blueprint, own: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -306,7 +337,7 @@ def _taken(blueprint: Blueprint, own: Mapping[Path, Any]) -> dict[Path, Any]:
     for path, variable in own.items() if waiting else ():
         made = waiting.pop(id(variable), None) if waiting else None
         if made is not None and made[0] is variable and made[1] is variable.recipe:
-            if made[2].shape == blueprint.slots[path].shape:
+            if made[2].shape == whole(blueprint, path, variable):
                 found[path] = made[2]
     return found
 
@@ -403,17 +434,17 @@ def _merge(node: Any, actual: Node, template: Node) -> None:
         names = names.update({k: v for k, v in _compat.data_names(node).items() if k in extra})
     own = {k: vars(node)[k] for k in (_compat.STATE, _compat.NODES) if k in vars(node)}
     ours = {k: vars(node)[k] for k in (STATE, _graph.HOOKS) if k in vars(node)}
-    vars(node).clear()
-    vars(node).update(own | merged | extra | ours)
+    _compat.set_attributes(node, own | merged | extra | ours)
     _compat.share_data_names(node, names)
 
 
-def settle_if_filled(layer: Any, *, initialize: bool = False) -> bool:
+def settle_if_filled(layer: Any, *, initialize: bool = False, stack: tuple[int, ...] | None = None) -> bool:
     """Settle a layer whose slots have all been filled one by one, by a load or by hand.
 
     Args:
         layer: A lazy layer.
         initialize: Initialize the slots that are empty, if the sizes follow from the others.
+        stack: What :func:`stack_of` said before the slots were filled. None: what it says now.
 
     Returns:
         Whether it settled; not if a slot is empty or a size does not follow from the slots.
@@ -428,7 +459,8 @@ def settle_if_filled(layer: Any, *, initialize: bool = False) -> bool:
         layer.infer_attributes_from_state()
         settle(layer, None)
         return True
-    values = values_from_slots(layer)
+    stack = stack_of(layer) if stack is None else stack
+    values = values_from_slots(layer, stack)
     if values is None:
         return False
     blueprint = spec.blueprint(values, modules_of(layer))
@@ -440,13 +472,17 @@ def settle_if_filled(layer: Any, *, initialize: bool = False) -> bool:
     if empty:
         fill(layer, values)
     else:
-        _check_held(layer, blueprint, held)
+        _check_held(layer, blueprint, held, stack)
     settle(layer, blueprint)
     return True
 
 
-def values_from_slots(layer: Any) -> dict[str, Any] | None:
+def values_from_slots(layer: Any, stack: tuple[int, ...] | None = None) -> dict[str, Any] | None:
     """Read the inferred arguments from the slots that are filled; None if they do not follow.
+
+    Args:
+        layer: A lazy layer.
+        stack: As for :func:`settle_if_filled`.
 
     Raises:
         ShapeInferenceError: If the slots contradict each other.
@@ -455,10 +491,11 @@ def values_from_slots(layer: Any) -> dict[str, Any] | None:
     modules = modules_of(layer)
     if any(_graph.has_uninitialized_params(m) for m in modules.values()):
         return None
+    stack = stack_of(layer) if stack is None else stack
     problems: list[str] = []
     for reading in spec.readings():
         template = reading.probe(modules) if modules else reading.template
-        shapes = _shapes_held(layer, template)
+        shapes = _shapes_held(layer, template, stack)
         values, conflicts = reading.read(template, shapes)
         problems = problems or conflicts
         if values is not None and (not spec.guesses or _agree(spec, values, shapes)):
@@ -469,12 +506,12 @@ def values_from_slots(layer: Any) -> dict[str, Any] | None:
     return None
 
 
-def _shapes_held(layer: Any, template: Template) -> dict[Path, tuple[int, ...]]:
+def _shapes_held(layer: Any, template: Template, stack: tuple[int, ...]) -> dict[Path, tuple[int, ...]]:
     shapes = {}
     for path, (_, _, value) in own_slots(layer, template.blueprint).items():
         if isinstance(value, UninitializedVariable):
             continue
-        shape = shape_of(value)
+        shape = unstacked(shape_of(value), stack, len(template.blueprint.slots[path].shape))
         if len(shape) == len(template.blueprint.slots[path].shape):
             shapes[path] = shape
     return shapes

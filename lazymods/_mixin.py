@@ -70,10 +70,13 @@ class LazyModuleMixin(nnx.Module):  # a Module, so that the layout is that of th
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Initialize, then run the forward of the class that this one stands for."""
-        forward = super().__call__  # type: ignore[misc]
+        cls = type(self)
+        if not issubclass(cls, LazyModuleMixin):  # another thread has just initialized it
+            return self(*args, **kwargs)
+        forward: Callable[..., Any] = super(LazyModuleMixin, cls).__call__  # type: ignore[misc]
         if STATE not in vars(self):
-            return forward(*args, **kwargs)
-        return _first_call.first_call(self, lambda _, *a, **k: forward(*a, **k), args, kwargs)
+            return forward(self, *args, **kwargs)
+        return _first_call.first_call(self, forward, args, kwargs)
 
     def initialize_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Materialize every parameter; runs once, with the arguments of the first call.

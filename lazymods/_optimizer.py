@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
@@ -61,7 +62,10 @@ class LazyOptimizer(nnx.Optimizer[Any]):
             UninitializedError: If the model still has uninitialized parameters.
         """
         if STATE in vars(self):
+            made = _make_sized(model, self.wrt)
             self.make_state(model)
+            if made:
+                grads = _with_zeros(model, grads, self.wrt, made)
         return nnx.Optimizer.update(self, model, grads, **kwargs)
 
     def make_state(self, model: Any) -> None:
@@ -80,7 +84,8 @@ class LazyOptimizer(nnx.Optimizer[Any]):
                     type(self).__name__,
                     f"an update while {', '.join(left)} are uninitialized",
                     "parameters with values, to make the optimizer's state from",
-                    "lm.materialize(model, x) before",
+                    "lm.materialize(model, x) before; for a layer that the loss does not reach: call it once, "
+                    "remove it, or leave it out of wrt",
                 )
             )
         if _graph.LOCAL.updated is not None:
@@ -118,6 +123,34 @@ class LazyOptimizer(nnx.Optimizer[Any]):
     def _graph_node_init(self, attributes: Iterable[tuple[Any, Any]]) -> None:
         super()._graph_node_init(attributes)
         _lifecycle.end_update(self)
+
+
+def _make_sized(model: Any, wrt: Any) -> set[int]:
+    """Initialize the layers that no call has reached, where all sizes are given; return the ids of their parameters."""
+    chosen = {id(v) for _, v in nnx.to_flat_state(nnx.state(model, wrt))}
+    made: set[int] = set()
+    found = []
+    for _, layer in _graph.lazy_nodes(model):
+        spec = vars(layer)[STATE].spec
+        own = {id(v) for v in _graph.variables(layer) if _graph.is_placeholder(v)}
+        if spec is None or spec.size_names or spec.modules or not own & chosen or _first_call.is_carried(layer):
+            continue
+        found.append((layer, spec))
+        made |= own
+    if not {id(v) for v in _graph.variables(model) if _graph.is_placeholder(v) and id(v) in chosen} <= made:
+        return set()  # others are left: the update is refused, and changes nothing
+    for layer, spec in found:
+        _lifecycle.settle(layer, _lifecycle.fill(layer, spec.values({})))
+    return made
+
+
+def _with_zeros(model: Any, grads: Any, wrt: Any, made: set[int]) -> Any:
+    """Return gradients with zeros for parameters that were made after them: the loss did not depend on those."""
+    flat = dict(nnx.to_flat_state(grads))
+    for path, variable in nnx.to_flat_state(nnx.state(model, wrt)):
+        if (path not in flat or _graph.is_placeholder(flat[path])) and id(_graph.at(model, path)) in made:
+            flat[path] = jax.tree.map(jnp.zeros_like, variable)
+    return nnx.from_flat_state(flat)
 
 
 def _uninitialized(model: Any, wrt: Any) -> list[str]:

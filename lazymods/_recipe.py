@@ -3,7 +3,8 @@
 A placeholder holds a :class:`Recipe` where an ordinary Variable holds its array. The recipe is static data
 for JAX (no leaf, hashable), so a model that has placeholders passes through ``nnx.split``, ``jax.jit`` and
 ``nnx.clone``. Only in a model that was built under a transform are the keys leaves, since there they are
-tracers that the transform must carry.
+tracers that the transform must carry. A marker goes with them: a transform that stacks models, as ``nnx.vmap``
+does, stacks it as well, and so its shape tells the axes that the value has in front of those of one model.
 """
 
 from __future__ import annotations
@@ -104,8 +105,12 @@ def _key_data(a: Any) -> Any:
 
 
 def key_source(keys: Sequence[Any]) -> StaticKeys | tuple[Any, ...]:
-    """Return keys as a recipe holds them: leaves if one of them is traced, else static."""
-    return StaticKeys(keys) if _compat.are_concrete(keys) else tuple(keys)
+    """Return keys as a recipe holds them: leaves, with a marker, in what is built under a transform, else static."""
+    plain = _compat.current_trace() is _compat.eval_trace() and _compat.are_concrete(keys)
+    return StaticKeys(keys) if plain else (*keys, MARKER)
+
+
+MARKER = np.zeros((), np.float32)  # a float: nnx.grad of an abstract run differentiates by it, and is given nothing
 
 
 class Recipe:
@@ -113,26 +118,37 @@ class Recipe:
 
     Attributes:
         source: What makes the value.
-        shape: The partial shape; None where an axis is unknown, or as a whole if even the rank is.
+        element: The partial shape of one model's value; None where an axis is unknown, or as a whole if even the rank
+            is. ``shape`` is that of all that are stacked.
         dtype: The dtype that the value gets, None for whatever is written first.
         label: The parameter's name in its layer, for messages.
         key_source: The keys: static, or traced leaves. Placeholders of one layer share it.
     """
 
-    __slots__ = ("dtype", "key_source", "label", "shape", "source")
+    __slots__ = ("dtype", "element", "key_source", "label", "source")
 
-    def __init__(self, source: Source, shape: PartialShape | None, dtype: Any, label: str, keys: Any) -> None:
-        self.source, self.shape, self.dtype, self.label, self.key_source = source, shape, dtype, label, keys
+    def __init__(self, source: Source, element: PartialShape | None, dtype: Any, label: str, keys: Any) -> None:
+        self.source, self.element, self.dtype, self.label, self.key_source = source, element, dtype, label, keys
 
     @classmethod
     def build(cls, source: Source, shape: PartialShape | None, dtype: Any, label: str, keys: Sequence[Any]) -> Recipe:
-        """Make a recipe; the keys are leaves if one of them is traced, else static."""
+        """Make a recipe; its keys are leaves if it is made under a transform, else static."""
         return cls(source, shape, dtype, label, key_source(keys))
 
     @property
     def keys(self) -> tuple[Any, ...]:
         """The keys (and counters) that ``source.make`` takes."""
-        return self.key_source.arrays if isinstance(self.key_source, StaticKeys) else self.key_source
+        return self.key_source.arrays if isinstance(self.key_source, StaticKeys) else self.key_source[:-1]
+
+    @property
+    def stack(self) -> Shape:
+        """The axes in front of those of one model: those of the transforms that stacked several."""
+        return () if isinstance(self.key_source, StaticKeys) else tuple(np.shape(self.key_source[-1]))
+
+    @property
+    def shape(self) -> PartialShape | None:
+        """The partial shape, with the axes that are stacked; None if not even the rank is known."""
+        return None if self.element is None else (*self.stack, *self.element)
 
     @property
     def is_static(self) -> bool:
@@ -140,20 +156,33 @@ class Recipe:
         return isinstance(self.key_source, StaticKeys)
 
     def replace(self, **changes: Any) -> Recipe:
-        """Return a copy with another ``shape``, ``dtype`` or ``label``."""
-        fields = {"source": self.source, "shape": self.shape, "dtype": self.dtype, "label": self.label} | changes
+        """Return a copy with another ``element``, ``dtype`` or ``label``."""
+        fields = {"source": self.source, "element": self.element, "dtype": self.dtype, "label": self.label} | changes
         return Recipe(keys=self.key_source, **fields)
 
     def make(self, shape: Shape) -> Any:
-        """Return the initial value for ``shape``, in the recipe's dtype."""
-        value = self.source.make(self.keys, shape, self.dtype)
+        """Return the initial value for ``shape``, in the recipe's dtype; each model's as it would be on its own."""
+        element = shape[len(self.stack) :]
+        value = self.stacked(lambda keys: self.source.make(keys, element, self.dtype))
         if isinstance(value, jax.Array) and self.dtype is not None and (value.dtype != self.dtype or value.weak_type):
             value = value.astype(self.dtype)
         return value
 
+    def stacked(self, make: Callable[[tuple[Any, ...]], Any]) -> Any:
+        """Return what ``make(keys)`` gives for each of the models that are stacked, as ``nnx.vmap`` stacks them."""
+        if not self.stack:
+            return make(self.keys)
+
+        def one(leaves: tuple[Any, ...]) -> Any:
+            return make(leaves[:-1])
+
+        for _ in self.stack:
+            one = jax.vmap(one)
+        return one(tuple(self.key_source))  # type: ignore[arg-type]
+
     def static(self) -> tuple[Any, ...]:
         """Everything but the keys."""
-        return self.source, self.shape, self.dtype, self.label
+        return self.source, self.element, self.dtype, self.label
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Recipe):
@@ -161,7 +190,7 @@ class Recipe:
         same_keys = len(self.keys) == len(other.keys) and all(
             a is b for a, b in zip(self.keys, other.keys, strict=True)
         )
-        return self.static() == other.static() and (
+        return self.static() == other.static() and self.stack == other.stack and (
             same_keys or (self.is_static and self.key_source == other.key_source)
         )
 
@@ -175,8 +204,16 @@ class Recipe:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        keys = self.key_source if self.is_static else StaticKeys(self.keys)
-        return Recipe, (self.source, self.shape, self.dtype, self.label, keys)
+        keys = self.key_source
+        if not isinstance(keys, StaticKeys) and not self.stack:
+            keys = StaticKeys(self.keys)
+        if not isinstance(keys, StaticKeys):  # keys by their data
+            return _restore, (*self.static(), StaticKeys(keys))
+        return Recipe, (*self.static(), keys)
+
+
+def _restore(source: Source, element: PartialShape | None, dtype: Any, label: str, leaves: StaticKeys) -> Recipe:
+    return Recipe(source, element, dtype, label, leaves.arrays)
 
 
 def _flatten(recipe: Recipe) -> tuple[tuple[Any, ...], Any]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lazymods import _graph, _hooks
+from lazymods import _first_call, _graph, _hooks, _lifecycle
 from lazymods._errors import describe_call
 from lazymods._graph import Path, dotted
 from lazymods._lifecycle import Drawing
@@ -72,7 +72,8 @@ class LayerRow:
         inferred: The constructor arguments that were inferred.
         parameters: Its own parameters and buffers; those of the layers inside it have rows of their own, unless
             they were made with it.
-        flops: Floating-point operations of its call by XLA's cost analysis, None if not asked for.
+        flops: Floating-point operations of its call by XLA's cost analysis, None if not asked for, or if they can't be
+            counted: of a layer that is one of a stack, or whose call runs only inside the model.
     """
 
     path: str
@@ -142,13 +143,14 @@ class ShapeReport:
     def cells(self) -> tuple[list[str], list[list[str]]]:
         """Return the table's heads and rows as texts."""
         heads = ["path", "layer", "input", "inferred", "parameters", "dtype", "count", "bytes"]
-        flops = any(row.flops is not None for row in self.rows)
+        flops = self.flops is not None or any(row.flops is not None for row in self.rows)
         init = any(p.init for row in self.rows for p in row.parameters)
         rows = []
         for row in self.rows:
             cells = _cells(row)
             if flops:
-                cells.append("" if row.flops is None else f"{row.flops:,.0f}")
+                unknown = "" if row.inputs is None else "?"
+                cells.append(unknown if row.flops is None else f"{row.flops:,.0f}")
             if init:
                 cells.append("\n".join(p.init for p in row.parameters))
             rows.append(cells)
@@ -242,6 +244,8 @@ def report_of(model: Any, session: Session | None, drawing: Drawing | None = Non
     for path, node in _ordered_nodes(model):
         lazy = _graph.is_lazy_node(node)
         at = _graph.at(known, path)
+        if at is _graph.MISSING and any(id(_graph.at(model, path[:i])) in visited for i in range(len(path))):
+            continue  # the layer that holds it has none at these sizes
         parameters = _in_order(node, list(_own_parameters(node if at is _graph.MISSING else at, seen)))
         if lazy and how:
             inits = {e.name: how.get(id(e.value), "") for e in _graph.entries(node)}
@@ -335,9 +339,10 @@ def summary(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
     """
     if not args and not kwargs:
         return report_of(model, None)
-    session = Session(model, args, kwargs).run()
-    report = report_of(model, session)
-    calls = {dotted(path): call for path, call in session.calls.items()}
+    with _lifecycle.LOCK:
+        session = Session(model, args, kwargs).run()
+        report = report_of(model, session)
+    calls = {dotted(path): call for path, call in session.calls.items() if not call.stacked}
     flops = {row.path: _flops(session, c.path, c.args, c.kwargs) for row in report.rows if (c := calls.get(row.path))}
     rows = tuple(dataclasses.replace(row, flops=flops.get(row.path)) for row in report.rows)
     return dataclasses.replace(report, rows=rows, flops=_flops(session, (), *session.inputs))
@@ -347,14 +352,17 @@ def _flops(session: Session, path: Path, args: Any, kwargs: Any) -> float | None
     """Count the operations of one layer's call, lowered but not compiled."""
     graphdef, state = session.ready
     arguments = CallArguments(args, kwargs)
-    modules = nnx.split(arguments.modules)
+    modules, held = nnx.split(arguments.modules)
 
-    def call(state: Any, given: dict[int, Any]) -> Any:
+    def call(state: Any, held: Any, given: dict[int, Any]) -> Any:
         module = _graph.at(nnx.merge(graphdef, state), path)
-        a, k = arguments.put_together(given, nnx.merge(*modules, copy=True))
+        a, k = arguments.put_together(given, nnx.merge(modules, held))
         return jax.tree.leaves(module(*a, **k))
 
-    return _count(jax.jit(call), state, arguments.arrays)
+    try:
+        return _count(jax.jit(call), state, jax.tree.map(_first_call.as_specs, held), arguments.arrays)
+    except Exception:  # the model's own run went well: the call alone can't be repeated outside of it
+        return None
 
 
 def _count(function: Any, *args: Any) -> float | None:

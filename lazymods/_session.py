@@ -31,7 +31,7 @@ from lazymods._errors import (
     one_line,
 )
 from lazymods._graph import HOOKS, Path, dotted
-from lazymods._recipe import is_key
+from lazymods._recipe import InitSource, Recipe, is_key
 
 INDEX = "_lazymods__index"
 
@@ -59,6 +59,7 @@ class Call:
 
     Attributes:
         module: The module of the copy.
+        stacked: Whether the module that was called is one of those that the copy holds as a stack.
         sized: Whether it is a lazy layer that was sized in this call; its hooks and its class both ask for that.
     """
 
@@ -67,6 +68,7 @@ class Call:
     kwargs: dict[str, Any]
     output: Any = None
     module: Any = None
+    stacked: bool = False
     sized: bool = False
 
 
@@ -159,6 +161,7 @@ class Session:
             self._root = _compat.weak(_compat.current_trace())
             model, *copies = nnx.merge(graphdef, state, copy=True)
             _fill_abstract([model, *copies])
+            _forget_keys([model, *copies])
             self._prepare([model, *copies])
             args, kwargs = self._arguments.put_together(given, copies)
             output = self._call(model, args, kwargs)
@@ -183,6 +186,9 @@ class Session:
                 )
             ) from error
         except (ValueError, TypeError) as error:
+            if not _is_of_jax(error):  # the model's own words, or Flax's
+                error.add_note(f"in an abstract run of the model, at {self._where()}")
+                raise
             call = self._stack[-1] if self._stack else Call((), args, kwargs)
             raise ShapeInferenceError(
                 Problem(
@@ -211,9 +217,9 @@ class Session:
             self.initialize(_graph.at(copies, self.lazy[index][0]), args, kwargs)
 
     def _follow(self, node: Any, path: Path) -> None:
-        def enter(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def enter(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             specs = _first_call.as_specs((args, kwargs))
-            self._stack.append(Call(path, *specs, module=node))
+            self._stack.append(Call(path, *specs, module=node, stacked=called is not node and _is_slice(called, node)))
 
         def leave(_: Any, args: tuple[Any, ...], output: Any) -> None:
             call = self._stack.pop()
@@ -291,6 +297,15 @@ class Session:
             )
 
 
+def _is_slice(called: Any, node: Any) -> bool:
+    """Whether what a transform calls holds values of lower rank than the module that it was made from."""
+
+    def ranks(module: Any) -> int:
+        return sum(len(getattr(v.get_raw_value(), "shape", None) or ()) for v in _graph.variables(module))
+
+    return ranks(called) < ranks(node)
+
+
 def _finish(model: Any) -> None:
     """Let every layer that was initialized become its class."""
     for _, node in list(_graph.nodes(model)):
@@ -301,6 +316,15 @@ def _finish(model: Any) -> None:
     for _, node in _graph.lazy_nodes(model):
         if not _first_call.empty_slots(node):
             _lifecycle.settle(node, None)
+
+
+def _is_of_jax(error: Exception) -> bool:
+    """Whether JAX itself raised an error, as it does where shapes do not fit, or the call that a hook made failed."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return module.partition(".")[0] in ("jax", "jaxlib", "numpy", "lazymods")
 
 
 def _show(values: dict[str, Any]) -> str:
@@ -325,6 +349,16 @@ def _fill_abstract(roots: list[Any]) -> None:
                     variable.set_raw_value(jnp.broadcast_to(jax.random.key(0), raw.shape))
                 else:
                     variable.set_raw_value(jax.lax.full(raw.shape, 0, raw.dtype))
+
+
+def _forget_keys(roots: list[Any]) -> None:
+    """Let placeholders that were built under a transform carry no keys: nothing is drawn, and nnx.grad refuses them."""
+    for variable in _graph.variables(roots):
+        if _graph.is_placeholder(variable) and not variable.recipe.is_static:
+            recipe = variable.recipe
+            source = InitSource(None) if isinstance(recipe.source, InitSource) else recipe.source
+            marker = _compat_abstract.zeros(recipe.stack, np.float32)
+            variable.set_raw_value(Recipe(source, *recipe.static()[1:], keys=(marker,)))
 
 
 def _arrays_only(output: Any) -> Any:

@@ -41,8 +41,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back."""
         for node, cls, attributes in self._nodes:
-            vars(node).clear()
-            vars(node).update(attributes)
+            _compat.set_attributes(node, attributes)
             _compat.set_class(node, cls)
         for container, contents in self._containers:
             container.clear()

@@ -326,7 +326,9 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: lm.LazyOptimizer(linear(), optax.adam(0.1), wrt=nnx.Param).update(linear(), {}),
         lm.UninitializedError,
         text("LazyOptimizer", "an update while kernel, bias are uninitialized",
-             "parameters with values, to make the optimizer's state from", "lm.materialize(model, x) before"),
+             "parameters with values, to make the optimizer's state from",
+             "lm.materialize(model, x) before; for a layer that the loss does not reach: call it once, remove it, or "
+             "leave it out of wrt"),
     ),
     "optimizer-state": (
         lambda: lm.LazyOptimizer(linear(), optax.adam(0.1), wrt=nnx.Param).opt_state,

@@ -75,7 +75,7 @@ def test_leaves_are_the_keys_only_while_they_are_traced() -> None:
 
     def build(key: jax.Array) -> int:
         made = lm.LazyLinear(4, rngs=nnx.Rngs(key)).kernel.recipe
-        assert len(jax.tree.leaves(made)) == 2 and not made.is_static  # key and counter
+        assert len(jax.tree.leaves(made)) == 3 and not made.is_static  # key, counter and the marker
         assert jax.tree.unflatten(*reversed(jax.tree.flatten(made))) == made
         return 0
 

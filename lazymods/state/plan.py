@@ -255,6 +255,10 @@ def _check_lazy_layers(plan: Plan) -> None:
             continue
         key = (spec, tuple(shapes.items()))
         blueprint, conflicts = known.get(key) or known.setdefault(key, _sized(spec, template, shapes))
+        if blueprint is not None and not template.blueprint.slots.keys() <= blueprint.slots.keys():
+            slots = _lifecycle.own_slots(layer, template.blueprint).items()
+            gone = {id(value) for slot, (_, _, value) in slots if slot not in blueprint.slots}
+            plan.missing = [name for name in plan.missing if id(plan.places[name].owner) not in gone]
         if blueprint is not None and shapes.keys() == template.blueprint.slots.keys() == blueprint.slots.keys():
             plan.sized.append((layer, blueprint))
         if conflicts:
@@ -274,13 +278,17 @@ def _shapes_to_be(
 ) -> tuple[dict[Path, Shape], list[Write]]:
     """Return the shapes of the slots that have a value or will get one, and the writes to them."""
     shapes, writes = {}, []
+    stack = _lifecycle.stack_of(layer)
     for slot, (_, _, value) in _lifecycle.own_slots(layer, template.blueprint).items():
         write = by_owner.get(id(value))
         if write is not None:
             writes.append(write)
-            shapes[slot] = write.value.shape
+            shape = write.value.shape
         elif not _graph.is_placeholder(value):
-            shapes[slot] = _lifecycle.shape_of(value)
+            shape = _lifecycle.shape_of(value)
+        else:
+            continue
+        shapes[slot] = _lifecycle.unstacked(shape, stack, len(template.blueprint.slots[slot].shape))
     return shapes, writes
 
 
