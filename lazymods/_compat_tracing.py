@@ -250,6 +250,19 @@ def aval_of(value: Any) -> Any:
     return core.typeof(value)
 
 
+def fits(value: Any, aval: Any) -> bool:
+    """Whether a value has the type with which an operation was recorded.
+
+    An array that is spread over a mesh has the mesh in its type, and what a program will give is known to be spread
+    only when it has run. As long as no axis of the mesh is explicit, operations do not depend on it.
+    """
+    found: Any = core.typeof(value)
+    if found == aval:
+        return True
+    same = found.shape == aval.shape and found.dtype == aval.dtype and found.weak_type == aval.weak_type
+    return same and not any(x.sharding.mesh.explicit_axes or x.sharding.mesh.manual_axes for x in (found, aval))
+
+
 def executed(value: Any) -> Any:
     """Return a number or a numpy array as an array with a value (``EvalTrace.stage_value``)."""
     with core.set_current_trace(core.eval_trace):
@@ -284,10 +297,16 @@ class Settings:
                 setting.set_local(value)
 
 
-# The settings that matter when a program is run; others have had their effect when its operations were recorded.
-_RUNNING = (config.enable_x64, config.default_device, config.debug_nans, config.debug_infs)
 # The mesh of jax.set_mesh, which is not in config.trace_context (in config in jax 0.10.2, in mesh since 0.11.2).
 _MESH: Any = getattr(config, "device_context", None) or vars(mesh)["device_context"]
+_ABSTRACT_MESH: Any = getattr(config, "abstract_mesh_context_manager", None) or vars(mesh).get(
+    "abstract_mesh_context_manager"
+)
+# The settings that matter when a program is run; others have had their effect when its operations were recorded.
+_RUNNING = (
+    *(config.enable_x64, config.default_device, config.debug_nans, config.debug_infs),
+    *((_MESH,) if _ABSTRACT_MESH is None else (_MESH, _ABSTRACT_MESH)),
+)
 _trace_context, _NANS, _INFS = config.trace_context, config.debug_nans, config.debug_infs
 _last: tuple[Any, ...] = (None, None, None, None, None)
 

@@ -236,7 +236,7 @@ def _run(structure: Structure, results: Sequence[int], arrays: Sequence[Any], pa
             weak = jax.lax.convert_element_type_p.bind  # public functions make no weak types
             return weak(value, new_dtype=aval.dtype, weak_type=True, sharding=None) if aval.weak_type else value
         value = made[place] if place >= 0 else arrays[~place]
-        if tracing.aval_of(value) != aval:
+        if not tracing.fits(value, aval):
             raise TypeError(f"a program of {aval} was called with {tracing.aval_of(value)}")
         return value
 

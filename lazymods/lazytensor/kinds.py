@@ -155,6 +155,9 @@ def _jaxpr_key(jaxpr: Any) -> Key:
     if known is not None:
         return known
     inner, consts = tracing.open_jaxpr(jaxpr)
+    for const in consts:
+        if isinstance(const, tracing.Recorded):
+            const.now("a constant of a program")  # the program that has it in it is compiled when nothing can be cut
     numbers: dict[Any, int] = {}
 
     def number(variables: Iterable[Any]) -> tuple[Any, ...]:

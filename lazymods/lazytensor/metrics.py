@@ -92,11 +92,11 @@ def took(name: str, seconds: float) -> None:
         _seconds[name] = _seconds.get(name, 0.0) + seconds
 
 
-def asks_a_library() -> bool:
-    """Whether what called the caller is part of a library, not of a program."""
+def asks_jax() -> bool:
+    """Whether what called the caller is part of jax, which can do without; anybody else gets what he asks for."""
     frame: Any = inspect.currentframe()
     name = frame.f_back.f_back.f_globals.get("__name__", "")
-    return str(name).partition(".")[0] in _INSIDE
+    return str(name).partition(".")[0] == "jax"
 
 
 def where() -> str:

@@ -23,6 +23,7 @@ import jax
 from lazymods import _compat
 from lazymods import _compat_calls as calls
 from lazymods import _compat_tracing as tracing
+from lazymods import _compat_values as values
 from lazymods.lazytensor import executor, metrics
 from lazymods.lazytensor.graph import Cell, Graph, Node, needed
 from lazymods.lazytensor.kinds import kind_of
@@ -78,7 +79,7 @@ class LazyTensor(tracing.Recorded):
 
 def _of_the_value(name: str) -> Any:
     def get(self: LazyTensor) -> Any:
-        if self.cell.value is None and metrics.asks_a_library():
+        if self.cell.value is None and metrics.asks_jax():
             raise AttributeError(f"{name} of a value that has not been computed")  # as of a tracer: it has another way
         return getattr(self.now(name), name)
 
@@ -86,10 +87,11 @@ def _of_the_value(name: str) -> Any:
 
 
 tracing.register(LazyTensor)
+values.register(LazyTensor)
 for _name in (
     *("addressable_data", "addressable_shards", "committed", "delete", "device", "devices", "global_shards"),
     *("is_deleted", "is_fully_addressable", "is_fully_replicated", "on_device_size_in_bytes", "sharding"),
-    *("traceback", "unsafe_buffer_pointer"),
+    *("format", "platform", "traceback", "unsafe_buffer_pointer", "__cuda_array_interface__"),
 ):
     setattr(LazyTensor, _name, _of_the_value(_name))
 
@@ -117,9 +119,9 @@ class Session:
         if primitive is jax.lax.slice_p:
             primitive, inputs, params = _from_where_it_starts(inputs[0], params)
         elif tracing.allocates(primitive):
-            values = [x.now("a mutable reference") if isinstance(x, tracing.Recorded) else x for x in inputs]
+            known = [x.now("a mutable reference") if isinstance(x, tracing.Recorded) else x for x in inputs]
             with tracing.at(self.trace.parent):
-                return [primitive.bind(*values, **params)]
+                return [primitive.bind(*known, **params)]
         operands = [self._operand(x) for x in inputs]
         return self.add(kind_of(primitive, tuple(map(tracing.aval_of, operands)), params, settings), operands)
 
@@ -289,16 +291,16 @@ class Session:
         before, self._graph = self._graph, graph_of(rest)
         metrics.took("Trace", time.perf_counter() - self._started)
         try:
-            cells, values = executor.execute(graph, held, self.trace.parent, self._settings)
+            cells, found = executor.execute(graph, held, self.trace.parent, self._settings)
             if now is not None:
-                jax.block_until_ready(values[cells.index(now)])
+                jax.block_until_ready(found[cells.index(now)])
         except BaseException as error:
             self._graph = before
             self._fail({node for node in before.nodes if node.kind.effects and node not in rest}, error)
             raise
         finally:
             self._started = time.perf_counter()
-        for cell, value in zip(cells, values, strict=True):
+        for cell, value in zip(cells, found, strict=True):
             cell.value = value
 
     # ------------------------------------------------------------ failures
@@ -425,6 +427,7 @@ def lazy(*, max_ops: int | None = None) -> Iterator[None]:
         if running.depth > 1:
             yield
         else:
+            values.install()
             with calls.remembered(), tracing.at(running.trace):
                 yield
                 running.cut()
