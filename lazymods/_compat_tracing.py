@@ -299,14 +299,8 @@ class Settings:
 
 # The mesh of jax.set_mesh, which is not in config.trace_context (in config in jax 0.10.2, in mesh since 0.11.2).
 _MESH: Any = getattr(config, "device_context", None) or vars(mesh)["device_context"]
-_ABSTRACT_MESH: Any = getattr(config, "abstract_mesh_context_manager", None) or vars(mesh).get(
-    "abstract_mesh_context_manager"
-)
 # The settings that matter when a program is run; others have had their effect when its operations were recorded.
-_RUNNING = (
-    *(config.enable_x64, config.default_device, config.debug_nans, config.debug_infs),
-    *((_MESH,) if _ABSTRACT_MESH is None else (_MESH, _ABSTRACT_MESH)),
-)
+_RUNNING = (config.enable_x64, config.default_device, config.debug_nans, config.debug_infs)
 _trace_context, _NANS, _INFS = config.trace_context, config.debug_nans, config.debug_infs
 _last: tuple[Any, ...] = (None, None, None, None, None)
 

@@ -104,7 +104,7 @@ def install() -> None:
 def register(cls: type[Recorded]) -> None:
     """Let a program have recorded values of a class as constants (``mlir.register_constant_handler``)."""
 
-    def constant(value: Any, aval: Any) -> Any:
-        return mlir.ir_constant(value.now("a constant of a program"), aval=aval)
+    def constant(val: Any, aval: Any) -> Any:
+        return mlir.ir_constant(val.now("a constant of a program"), aval=aval)
 
     mlir.register_constant_handler(cls, constant)
