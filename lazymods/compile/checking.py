@@ -91,6 +91,6 @@ def _own_arrays(copies: Copies, call: Binding) -> None:
 def _own(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
-    if isinstance(value, jax.Array) and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+    if isinstance(value, jax.Array) and not jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):
         return jax.numpy.array(value, copy=True)
     return value

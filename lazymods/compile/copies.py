@@ -442,7 +442,7 @@ def _tracking(cls: type, names: set[str]) -> type:
         names.add(name)
         return read(self, name)
 
-    read = cls.__getattribute__
+    read: Any = cls.__getattribute__
     body = {
         "__slots__": (),
         "__module__": cls.__module__,

@@ -81,6 +81,14 @@ def value(rng: np.random.Generator, depth: int = 3) -> Any:
     return makers[kind - 4]()
 
 
+def vars_of(holder: Any) -> dict[str, Any]:
+    return {"raw": holder.raw, "variable": holder.variable.get_raw_value()}
+
+
+def parts_of(stats: Any) -> tuple[Any, ...]:
+    return (stats.mean, stats.count)
+
+
 def blank(x: Any) -> Any:
     """Return a template: the same structure and types with other values."""
     if isinstance(x, Holder):
@@ -111,9 +119,9 @@ def difference(x: Any, y: Any, path: str = "") -> str:
     if type(x) is not type(y):
         return f"{path}: {type(x).__name__} came back as {type(y).__name__}"
     if isinstance(x, Holder):
-        x, y = ({"raw": h.raw, "variable": h.variable.get_raw_value()} for h in (x, y))
+        x, y = [vars_of(h) for h in (x, y)]
     if isinstance(x, Stats):
-        x, y = ((s.mean, s.count) for s in (x, y))
+        x, y = [parts_of(s) for s in (x, y)]
     if isinstance(x, (dict, list, tuple)):
         if len(x) != len(y) or (isinstance(x, dict) and list(x) != list(y)):
             return f"{path}: other keys"

@@ -18,7 +18,7 @@ import lazymods as lm
 from lazymods.state import replacing
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "fuzz"))
-from kill_saves import kill_saves
+from kill_saves import kill_saves  # type: ignore[import-not-found]
 
 SUFFIXES = [".safetensors", ".npz", ""]
 
@@ -151,7 +151,7 @@ def test_a_file_is_replaced(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}, {"use_ocdbt": False, "use_zarr3": True}], ids=str)
-def test_what_orbax_itself_wrote_is_replaced(tmp_path: Path, options: dict[str, bool]) -> None:
+def test_what_orbax_itself_wrote_is_replaced(tmp_path: Path, options: dict[str, Any]) -> None:
     import orbax.checkpoint as ocp
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:

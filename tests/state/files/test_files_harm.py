@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -93,7 +94,8 @@ def test_unknown_kinds_of_keys(tmp_path: Path, kind: np.ndarray) -> None:
     model = nnx.Dict(r=nnx.Rngs(0))
     lm.save(model, tmp_path / "r.npz", include_rng=True)
     with np.load(tmp_path / "r.npz") as file:
-        np.savez(tmp_path / "s.npz", **{n: kind if n.endswith(".impl") else v for n, v in file.items()})
+        entries: dict[str, Any] = {n: kind if n.endswith(".impl") else v for n, v in file.items()}
+    np.savez(tmp_path / "s.npz", **entries)
     with pytest.raises(lm.CheckpointError, match=r"default\.key\.impl"):
         lm.load(model, tmp_path / "s.npz")
 
