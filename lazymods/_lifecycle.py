@@ -18,19 +18,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from lazymods import _compat, _compat_abstract, _graph
 from lazymods._blueprint import Blueprint, Node, Slot, Static
 from lazymods._building import Builder, Mould
-from lazymods._errors import Problem, ShapeInferenceError, located
-from lazymods._graph import NODE, STATE, Path, dotted, kind_of
+from lazymods._errors import Problem, ShapeInferenceError
+from lazymods._graph import NODE, STATE, Path, kind_of
+from lazymods._held import check_held, shape_of, unstacked
 from lazymods._placeholder import (
     UninitializedArray,
     UninitializedVariable,
-    fits,
-    show_shape,
 )
 from lazymods._recipe import StaticKeys
 from lazymods._spec import LayerSpec, SlotSource
@@ -62,11 +60,6 @@ def modules_of(layer: Any) -> dict[str, Any]:
     return {argument: _graph.at(layer, path) for argument, path in vars(layer)[STATE].given.items()}
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape of what a slot holds, a Variable with a value or a raw array."""
-    return tuple(np.shape(value.get_raw_value() if isinstance(value, nnx.Variable) else value))
-
-
 def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Blueprint:
     """Compute every slot of a factory-made layer that has no value yet, then write them all.
 
@@ -85,7 +78,7 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     blueprint = spec.blueprint(values, modules_of(layer))
     _conform(layer, blueprint)
     held = own_slots(layer, blueprint)
-    _check_held(layer, blueprint, held)
+    check_held(layer, blueprint, held, stack_of(layer))
     empty = {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)}
     level = _compat.home_trace(layer) if abstract else level_of(layer, empty.values())
     with _compat.at_trace(level):
@@ -158,47 +151,6 @@ def _is_own(value: Any, before: Any) -> bool:
     if isinstance(value, UninitializedVariable):
         return True
     return isinstance(before, Node) and isinstance(value, before.cls) and _graph.has_uninitialized_params(value)
-
-
-def _check_held(
-    layer: Any, blueprint: Blueprint, held: Mapping[Path, tuple[Any, Any, Any]], stack: tuple[int, ...] | None = None
-) -> None:
-    stack = stack_of(layer) if stack is None else stack
-    problems = []
-    for path, (_, _, value) in held.items():
-        slot = blueprint.slots[path]
-        source = value.recipe.source if isinstance(value, UninitializedVariable) else None
-        if isinstance(source, SlotSource) and source.spec == vars(layer)[STATE].spec and source.path == path:
-            continue  # the layer's own: what it knew before came from probes
-        if isinstance(value, UninitializedVariable):
-            known = value.recipe.element
-            wrong = not fits(known, slot.shape)
-            got = "nothing known" if known is None else f"a placeholder of shape {show_shape(known)}"
-        else:
-            shape = shape_of(value)
-            wrong, got = unstacked(shape, stack, len(slot.shape)) != slot.shape, f"a value of shape {shape}"
-        if wrong:
-            problems.append(
-                Problem(
-                    _slot_place(layer, path, value),
-                    got,
-                    f"shape {slot.shape}, by the sizes inferred",
-                    f"an input whose sizes give {dotted(path)} that shape",
-                )
-            )
-    if problems:
-        raise ShapeInferenceError(*problems)
-
-
-def unstacked(shape: tuple[int, ...], stack: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """The shape of one model's value of that rank, in a layer with such axes in front; else the shape as it is."""
-    stacked = len(shape) == rank + len(stack) and shape[: len(stack)] == stack
-    return shape[len(stack) :] if stacked else shape
-
-
-def _slot_place(layer: Any, path: Path, value: Any) -> str:
-    kind = f"{type(value).__name__} of {vars(layer)[STATE].spec.name}"
-    return _graph.place(value, kind, dotted(path)) if isinstance(value, nnx.Variable) else located(dotted(path), kind)
 
 
 def _compute(spec: LayerSpec, blueprint: Blueprint, empty: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -472,7 +424,7 @@ def settle_if_filled(layer: Any, *, initialize: bool = False, stack: tuple[int, 
     if empty:
         fill(layer, values)
     else:
-        _check_held(layer, blueprint, held, stack)
+        check_held(layer, blueprint, held, stack_of(layer) if stack is None else stack)
     settle(layer, blueprint)
     return True
 

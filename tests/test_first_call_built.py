@@ -173,7 +173,7 @@ STACKED: dict[str, Callable[[Any, jax.Array], Any]] = {
 @pytest.mark.parametrize("run", STACKED.values(), ids=STACKED)
 def test_layers_stacked_by_nnx_vmap(run: Callable[[Any, jax.Array], Any]) -> None:
     lazy, want = stacked(), stacked(8)
-    assert lazy.fc1.kernel.shape == (None, 8)
+    assert lazy.fc1.kernel.shape == (3, None, 8)
     got, expected = run(lazy, X), run(want, X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
     assert lazy.fc1.kernel.shape == (3, 8, 8)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import gc
 import os
 import sys
 import threading
@@ -28,12 +27,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
-import numpy as np
-from flax import nnx
 from flax.errors import TraceContextError
 
 from lazymods import _compat_jit
-from lazymods._errors import NOT_TRACEABLE, LazyError, Problem, UninitializedError, describe
+from lazymods._errors import NOT_TRACEABLE, UninitializedError, describe
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
 from lazymods.compile.binding import Binding, kind_of_input
@@ -41,6 +38,7 @@ from lazymods.compile.branching import BranchingProgram, MoreReadError
 from lazymods.compile.cache import Cache, CacheInfo
 from lazymods.compile.captures import Captures
 from lazymods.compile.checking import checked
+from lazymods.compile.constants import HiddenModelError, check_constants
 from lazymods.compile.copies import Copies
 from lazymods.compile.explain import Situation, note_path, note_trace, structure_of
 from lazymods.compile.metrics import COUNTS
@@ -57,13 +55,6 @@ _TRACE, _EVAL = _compat_jit.TRACE, _compat_jit.EVAL
 
 class _DecidesError(Exception):
     """The first call of a lazy model decides on values: it is done in plain Python (private)."""
-
-
-class HiddenModelError(LazyError):
-    """A model that a function reaches in a way of its own, which can be no input of its program."""
-
-
-HiddenModelError.__module__ = "lazymods"
 
 
 class JitFunction:
@@ -170,7 +161,6 @@ class JitFunction:
         arguments = self._splitter.split(args, kwargs)
         if _TRACE.value is not _EVAL:
             return self._call_inside(arguments, args, kwargs)
-
         def run() -> Any:
             while True:
                 try:
@@ -239,7 +229,7 @@ class JitFunction:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments, call: Binding, plan: Plan
     ) -> Hot | None:
         hot = None if self._check else hot_call(args, kwargs, arguments, call, plan, self._captures)
-        if hot is not None and self._has_signatures:
+        if hot and self._has_signatures:
             hot.signature = [*map(kind_of_input, arguments.arrays)]
         return hot
 
@@ -421,35 +411,6 @@ class JitFunction:
         now = Situation(inputs, structure, _compat_jit.trace_context())
         note_trace(self.name, now, self._situations)
         self._situations.append(now)
-
-
-def check_constants(name: str, constants: Sequence[Any], known: Sequence[Any]) -> None:
-    """Refuse a program that has the value of a Variable for a constant: it would not see the Variable change.
-
-    Args:
-        name: What errors call the function.
-        constants: The constants of the program.
-        known: Arrays that the function reaches as they are, which are part of the key of the program.
-
-    Raises:
-        HiddenModelError: If one is the value of a Variable that the function finds in a way of its own.
-    """
-    ids = set(map(id, known))
-    hidden = [c for c in constants if isinstance(c, (jax.Array, np.ndarray)) and id(c) not in ids]
-    found = [v for v in gc.get_referrers(*hidden) if isinstance(v, nnx.Variable)] if hidden else []
-    if found:
-        raise HiddenModelError(
-            *(
-                Problem(
-                    f"{name}: {type(v).__name__}",
-                    f"{describe(v)}, read from a model that the function finds in a way of its own",
-                    "models as arguments, or in closures, globals, defaults, attributes and containers of those: a "
-                    "model that lm.jit does not see would be a constant of the program",
-                    "lm.jit(lambda model, ...: ...), with the model as an argument",
-                )
-                for v in found
-            )
-        )
 
 
 @overload

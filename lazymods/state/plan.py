@@ -14,6 +14,7 @@ from lazymods import _compat, _graph, _lifecycle
 from lazymods._blueprint import Blueprint
 from lazymods._errors import Problem, describe, located
 from lazymods._graph import OTHER, STATE, Path, dotted, kind_of
+from lazymods._held import unstacked
 from lazymods._placeholder import UninitializedVariable, fits, show_shape
 from lazymods._recipe import Shape, is_key
 from lazymods._spec import REFUSALS, LayerSpec
@@ -288,7 +289,7 @@ def _shapes_to_be(
             shape = _lifecycle.shape_of(value)
         else:
             continue
-        shapes[slot] = _lifecycle.unstacked(shape, stack, len(template.blueprint.slots[slot].shape))
+        shapes[slot] = unstacked(shape, stack, len(template.blueprint.slots[slot].shape))
     return shapes, writes
 
 

@@ -28,6 +28,9 @@ def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = Fal
         pytrees: ``pair.a``), and the numbers and texts that a training state holds; placeholders appear
         as themselves, and what is shared appears under each of its names. Caches and intermediates are left out.
 
+    Raises:
+        StateDictError: If two entries would have one name.
+
     Example:
         >>> import lazymods as lm
         >>> from flax import nnx

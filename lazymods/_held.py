@@ -1,0 +1,72 @@
+"""What a layer's slots hold before its sizes are known, against those sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from lazymods import _graph
+from lazymods._blueprint import Blueprint
+from lazymods._errors import Problem, ShapeInferenceError, located
+from lazymods._graph import STATE, Path, dotted
+from lazymods._placeholder import UninitializedVariable, fits, show_shape
+from lazymods._spec import SlotSource
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of what a slot holds, a Variable with a value or a raw array."""
+    return tuple(np.shape(value.get_raw_value() if isinstance(value, nnx.Variable) else value))
+
+
+def check_held(
+    layer: Any, blueprint: Blueprint, held: Mapping[Path, tuple[Any, Any, Any]], stack: tuple[int, ...]
+) -> None:
+    """Refuse what the slots of a layer hold already, if it does not fit the sizes that were found.
+
+    Args:
+        layer: The layer.
+        blueprint: Its parts at these sizes.
+        held: By path, the slots that hold something.
+        stack: The axes that a transform has put in front of all of its values.
+
+    Raises:
+        ShapeInferenceError: If a value or a placeholder has another shape.
+    """
+    problems = []
+    for path, (_, _, value) in held.items():
+        slot = blueprint.slots[path]
+        source = value.recipe.source if isinstance(value, UninitializedVariable) else None
+        if isinstance(source, SlotSource) and source.spec == vars(layer)[STATE].spec and source.path == path:
+            continue  # the layer's own: what it knew before came from probes
+        if isinstance(value, UninitializedVariable):
+            known = value.recipe.element
+            wrong = not fits(known, slot.shape)
+            got = "nothing known" if known is None else f"a placeholder of shape {show_shape(known)}"
+        else:
+            shape = shape_of(value)
+            wrong, got = unstacked(shape, stack, len(slot.shape)) != slot.shape, f"a value of shape {shape}"
+        if wrong:
+            problems.append(
+                Problem(
+                    _slot_place(layer, path, value),
+                    got,
+                    f"shape {slot.shape}, by the sizes inferred",
+                    f"an input whose sizes give {dotted(path)} that shape",
+                )
+            )
+    if problems:
+        raise ShapeInferenceError(*problems)
+
+
+def unstacked(shape: tuple[int, ...], stack: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """The shape of one model's value of that rank, in a layer with such axes in front; else the shape as it is."""
+    stacked = len(shape) == rank + len(stack) and shape[: len(stack)] == stack
+    return shape[len(stack) :] if stacked else shape
+
+
+def _slot_place(layer: Any, path: Path, value: Any) -> str:
+    kind = f"{type(value).__name__} of {vars(layer)[STATE].spec.name}"
+    return _graph.place(value, kind, dotted(path)) if isinstance(value, nnx.Variable) else located(dotted(path), kind)
