@@ -294,6 +294,8 @@ class _Writer:
         """Describe a pytree of results or the value of a Variable."""
         if kind_of(value) is Kind.ARRAY:
             return self._output(value)
+        if kind_of(value) is Kind.ATOM and value is not None:
+            return self._part(value)
         leaves, treedef = jax.tree.flatten(value, is_leaf=lambda v: kind_of(v) in (Kind.NODE, Kind.VARIABLE))
         return Tree(treedef, tuple(self._part(v) for v in leaves))
 

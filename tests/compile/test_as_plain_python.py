@@ -1,0 +1,238 @@
+"""What ``lm.jit`` gives and leaves behind is what plain Python does: faults that were found, each with its kind."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import lazymods as lm
+
+X = jnp.arange(6.0).reshape(2, 3)
+
+
+@pytest.fixture(autouse=True)
+def promotion() -> Iterator[None]:
+    """Let optax and Python numbers of all types meet arrays, as users have it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def net() -> nnx.Linear:
+    return nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("number", [0.25, 2, True, np.float32(0.5), np.int32(3)], ids=repr)
+def test_a_number_is_an_input_of_a_function_that_decides(number: Any) -> None:
+    def step(w: jax.Array, rate: Any) -> jax.Array:
+        return w * 0 if jnp.abs(w).max() > 10 else w - rate * w
+
+    f, w = lm.jit(step), jnp.ones(2)
+    for rate in (type(number)(1), number, type(number)(0)):
+        np.testing.assert_allclose(f(w, rate), step(w, rate))
+
+
+def test_python_decides_on_a_number_that_is_an_argument() -> None:
+    f = lm.jit(lambda x, n: x if n <= 0 else x * 2)
+    assert [float(f(jnp.float32(1), n)) for n in (0, 1, 0, 1)] == [1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_a_typed_key_is_an_argument(decides: bool) -> None:
+    def draw(key: jax.Array, x: jax.Array) -> jax.Array:
+        y = jax.random.normal(key, (2,)) + x.sum()
+        return -y if decides and x.sum() < 0 else y
+
+    f = lm.jit(draw)
+    for seed in (0, 1):
+        np.testing.assert_allclose(f(jax.random.key(seed), X), draw(jax.random.key(seed), X), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: (x * i for i in range(2)), lambda x: lambda: x * 2], ids=["iterator", "closure"]
+)
+def test_what_no_call_can_return_again_is_refused(make: Any) -> None:
+    f = lm.jit(make)
+    for _ in range(2):
+        with pytest.raises(lm.LazyError, match="a result of the compiled function"):
+            f(X)
+
+
+def inner_step(model: nnx.Linear, optimizer: nnx.Optimizer[Any], x: jax.Array) -> None:
+    grads = nnx.grad(lambda m: (m(x) ** 2).mean())(model)
+    optimizer.update(model, grads)
+
+
+def in_scan(model: nnx.Linear, optimizer: nnx.Optimizer[Any], x: jax.Array) -> None:
+    def body(carry: Any, x: jax.Array) -> Any:
+        inner_step(*carry, x)
+        return carry
+
+    nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)((model, optimizer), x[None])
+
+
+def in_cond(model: nnx.Linear, optimizer: nnx.Optimizer[Any], x: jax.Array) -> None:
+    nnx.cond(x.sum() > 0, inner_step, lambda *_: None, model, optimizer, x)
+
+
+@pytest.mark.parametrize("step", [nnx.jit(inner_step), in_scan, in_cond], ids=["nnx.jit", "nnx.scan", "nnx.cond"])
+def test_an_optimizer_inside_a_transform_keeps_its_state(step: Any) -> None:
+    ours, plain = net(), net()
+    tx = optax.chain(optax.clip(1.0), optax.adam(0.1, eps=1e-3))
+    optimizer, other = nnx.Optimizer(ours, tx, wrt=nnx.Param), nnx.Optimizer(plain, tx, wrt=nnx.Param)
+    f = lm.jit(lambda model, optimizer, x: step(model, optimizer, x))
+    for i in range(3):
+        f(ours, optimizer, X + i)
+        step(plain, other, X + i)
+    got, want = nnx.to_pure_dict(nnx.state((ours, optimizer))), nnx.to_pure_dict(nnx.state((plain, other)))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)
+
+
+class Changing(nnx.Module):
+    def __init__(self) -> None:
+        self.scale: Any = 1
+        self.w = nnx.Param(jnp.ones(2, jnp.int32))
+
+
+def alternate_type(m: Changing) -> jax.Array:
+    m.scale = 1.0 if type(m.scale) is int else 1
+    return m.w[...] * m.scale
+
+
+def alternate_metadata(m: Changing) -> jax.Array:
+    phase = m.w.get_metadata().get("phase", 0)
+    m.w.set_metadata("phase", 1 - phase)
+    return m.w[...] * (10 if phase else 1)
+
+
+@pytest.mark.parametrize("change", [alternate_type, alternate_metadata])
+def test_what_a_call_changes_is_seen_by_the_next(change: Any) -> None:
+    ours, plain = Changing(), Changing()
+    f = lm.jit(change)
+    for _ in range(4):
+        got, want = f(ours), change(plain)
+        np.testing.assert_array_equal(got, want)
+        assert got.dtype == want.dtype
+
+
+class Trainer:
+    """A model with a counter and a list beside it."""
+
+    def __init__(self) -> None:
+        self.model, self.steps_done, self.losses, self.rate = net(), 0, [], 0.5
+        self.step = lm.jit(self._step)
+
+    def _step(self, x: jax.Array) -> jax.Array:
+        self.model.kernel[...] -= self.rate * self.model(x).mean()
+        return self.model(x).sum()
+
+    def fit(self, steps: int) -> None:
+        for _ in range(steps):
+            self.losses.append(float(self.step(X)))
+            self.steps_done += 1
+
+
+def test_attributes_that_are_not_read_are_no_part_of_the_program() -> None:
+    trainer, before = Trainer(), lm.metrics()["traces"]
+    trainer.fit(5)
+    assert lm.metrics()["traces"] - before == 1
+    trainer.rate = 0.25
+    want = copy.deepcopy(trainer)
+    np.testing.assert_allclose(trainer.step(X), want._step(X), rtol=1e-5)
+    assert lm.metrics()["traces"] - before == 2
+
+
+def test_a_copy_of_a_trainer_has_a_step_of_its_own() -> None:
+    trainer = Trainer()
+    trainer.fit(1)
+    other = copy.deepcopy(trainer)
+    before = np.array(trainer.model.kernel[...])
+    other.fit(1)
+    np.testing.assert_array_equal(trainer.model.kernel[...], before)
+    assert not np.array_equal(other.model.kernel[...], before)
+
+
+@lm.jit
+def at_module_level(x: jax.Array) -> jax.Array:
+    return x * 2
+
+
+def test_what_a_module_holds_by_name_is_pickled_by_name() -> None:
+    assert pickle.loads(pickle.dumps(at_module_level)) is at_module_level
+
+
+@pytest.mark.parametrize("how", ["argument", "closure", "bound"])
+def test_another_thread_may_use_the_model_while_it_is_traced(how: str) -> None:
+    model, tracing, done = net(), threading.Event(), threading.Event()
+    want, seen = model(X), []
+
+    def body(m: nnx.Linear, x: jax.Array) -> jax.Array:
+        tracing.set()
+        done.wait(20)
+        return m(x)
+
+    class Holder:
+        def __init__(self) -> None:
+            self.model = model
+
+        def call(self, x: jax.Array) -> jax.Array:
+            return body(self.model, x)
+
+    calls = {
+        "argument": lambda: lm.jit(body)(model, X),
+        "closure": lambda: lm.jit(lambda x: body(model, x))(X),
+        "bound": lambda: lm.jit(Holder().call)(X),
+    }
+
+    def read() -> None:
+        tracing.wait(20)
+        try:
+            seen.append(np.asarray(model(X)))
+        finally:
+            done.set()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    got = calls[how]()
+    thread.join()
+    np.testing.assert_array_equal(seen[0], want)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "around", [lambda f: f, lm.jit, lambda f: jax.grad(lambda x: f(x).sum())], ids=["plain", "lm", "grad"]
+)
+def test_a_function_that_decides_inside_another_engine(around: Any) -> None:
+    def decide(x: jax.Array) -> jax.Array:
+        return x * 2 if x.sum() > 0 else -x
+
+    for x in (X, -X):
+        want = around(decide)(x) if around is not lm.jit else decide(x) + 1
+        f = lm.jit(decide)
+        got = lm.jit(lambda x, f=f: f(x) + 1)(x) if around is lm.jit else around(f)(x)
+        np.testing.assert_allclose(got, want)
+
+
+def test_the_check_finds_what_no_program_can_see() -> None:
+    counts = iter(range(1, 100))
+    f = lm.jit(lambda x: x * next(counts), check=True)
+    with pytest.raises(lm.LazyError, match="output"):
+        f(X)
+
+
+def test_the_check_passes_what_is_right() -> None:
+    model, optimizer = net(), None
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    f = lm.jit(inner_step, check=True)
+    before = np.array(model.kernel[...])
+    for i in range(3):
+        f(model, optimizer, X + i)
+    assert not np.array_equal(model.kernel[...], before)
