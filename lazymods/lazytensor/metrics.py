@@ -93,10 +93,10 @@ def took(name: str, seconds: float) -> None:
 
 
 def asks_jax() -> bool:
-    """Whether what called the caller is part of jax, which can do without; anybody else gets what he asks for."""
+    """Whether what called the caller is part of jax, flax or optax, which can do without; others get an answer."""
     frame: Any = inspect.currentframe()
     name = frame.f_back.f_back.f_globals.get("__name__", "")
-    return str(name).partition(".")[0] == "jax"
+    return str(name).partition(".")[0] in ("jax", "flax", "optax")
 
 
 def where() -> str:
