@@ -228,7 +228,10 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     takes = [*takes, *(target for target, _ in adopted)]
     inputs += range(len(places), len(places) + len(adopted))
     input_of_target = {target: inputs[body.inputs + i] for i, target in enumerate(takes)}
-    tape = Tape(closed, (), places, [constant for _, constant in adopted])
+    if adopted:
+        places += range(len(closed.in_avals), len(closed.in_avals) + len(adopted))
+        closed = _with_inputs_for(closed, [constant for _, constant in adopted])
+    tape = Tape(closed, (), places, ())
     ins, outs = tape.invars, closed.jaxpr.outvars
     unchanged = record.find_unchanged(outs, ins, input_of_target)
     avals = [v.aval for v in outs]
@@ -239,3 +242,18 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     if donate and None not in inputs:
         donated = sorted({i for i, o in kept if i is not None and ins[i].aval == avals[o]})
     return Program(tape, record, takes, len(ins), donated)
+
+
+def _with_inputs_for(closed: Any, constants: Sequence[int]) -> Any:
+    """Return a jaxpr in which some constants, by number, are further inputs: it does not keep them alive."""
+    count, moved = len(closed.in_avals), set(constants)
+    values = [None if i in moved else c for i, c in enumerate(closed.consts)]
+
+    def run(inputs: Sequence[Any]) -> list[Any]:
+        consts = list(values)
+        for number, value in zip(constants, inputs[count:], strict=True):
+            consts[number] = value
+        return eval_jaxpr(closed.jaxpr, consts, *inputs[:count])
+
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
+    return jax.make_jaxpr(run)([*specs, *(closed.consts[i] for i in constants)])
