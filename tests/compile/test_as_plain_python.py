@@ -72,14 +72,15 @@ def inner_step(model: nnx.Linear, optimizer: nnx.Optimizer[Any], x: jax.Array) -
 
 def in_scan(model: nnx.Linear, optimizer: nnx.Optimizer[Any], x: jax.Array) -> None:
     def body(carry: Any, x: jax.Array) -> Any:
-        inner_step(*carry, x)
+        inner_step(carry[0], carry[1], x)
         return carry
 
     nnx.scan(body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)((model, optimizer), x[None])
 
 
-def in_cond(model: nnx.Linear, optimizer: nnx.Optimizer[Any], x: jax.Array) -> None:
-    nnx.cond(x.sum() > 0, inner_step, lambda *_: None, model, optimizer, x)
+def in_cond(model: Any, optimizer: nnx.Optimizer[Any], x: jax.Array) -> None:
+    branches: Any = (inner_step, lambda *_: None)
+    nnx.cond(x.sum() > 0, *branches, model, optimizer, x)
 
 
 @pytest.mark.parametrize("step", [nnx.jit(inner_step), in_scan, in_cond], ids=["nnx.jit", "nnx.scan", "nnx.cond"])
