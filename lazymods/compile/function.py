@@ -16,6 +16,7 @@ looks for another program or makes one.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import functools
 import os
@@ -51,10 +52,6 @@ from lazymods.compile.trace import Body, NotSizedError, Place, write
 
 _KEPT_SITUATIONS = 16  # for lm.explain()
 _TRACE, _EVAL = _compat_jit.TRACE, _compat_jit.EVAL
-
-
-class _DecidesError(Exception):
-    """The first call of a lazy model decides on values: it is done in plain Python (private)."""
 
 
 class JitFunction:
@@ -148,6 +145,8 @@ class JitFunction:
         except OtherSignatureError:
             self._has_signatures = True
             return self._call(args, kwargs)
+        except (MoreReadError, HiddenModelError, NotSizedError):  # of a new path: nothing was done yet
+            return self._call(args, kwargs)
         COUNTS.hits += 1
         if record is None:
             return out
@@ -161,22 +160,20 @@ class JitFunction:
         arguments = self._splitter.split(args, kwargs)
         if _TRACE.value is not _EVAL:
             return self._call_inside(arguments, args, kwargs)
-        def run() -> Any:
-            while True:
-                try:
-                    return self._call_outside(arguments, args, kwargs)
-                except MoreReadError:
-                    continue
+        if self._check:
+            return self._checked(arguments, args, kwargs)
+        return self._call_outside(arguments, args, kwargs)
 
-        return self._checked(arguments, run) if self._check else run()
-
-    def _checked(self, arguments: Arguments, run: Callable[[], Any]) -> Any:
-        """Do a call that ``run`` does, in plain Python as well; what is lazy is sized before, for both."""
+    def _checked(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call in plain Python as well; what is lazy is sized before, for both."""
         call = self._bind(arguments, whole=True)
         before = Snapshot(*call.reach) if call.lazy else None
         try:
-            if call.lazy and size(self._function, arguments, call, self._captures.attributes()):
+            if call.lazy:
+                with contextlib.suppress(*NOT_TRACEABLE):
+                    self._size(arguments, call)
                 call = self._bind(arguments, whole=True)
+            run = functools.partial(self._call_outside, arguments, args, kwargs)
             return checked(self.name, self._function, arguments, call, self._captures.attributes(), run)
         except BaseException:
             if before is not None:
@@ -193,7 +190,7 @@ class JitFunction:
                     before = Snapshot(*call.reach)
                 try:
                     plan, call = self._plan(arguments, call)
-                except _DecidesError:
+                except NOT_TRACEABLE:  # it decides on values, and what is lazy has none
                     return self._function(*args, **kwargs)
                 self._hot = self._hot_call(args, kwargs, arguments, call, plan)
             if plan.branches and plan.program.is_hopeless:
@@ -204,6 +201,8 @@ class JitFunction:
                 with self._lock:
                     plan, call = self._plan(arguments, call, exactly=True)
                 record, outputs = self._run(plan, call, arguments)
+            except MoreReadError:
+                return self._call_outside(arguments, args, kwargs)
             except (HiddenModelError, NotSizedError) as error:  # of a new path
                 plan.program.is_hopeless, self._hot = isinstance(error, HiddenModelError), None
                 return self._function(*args, **kwargs)
@@ -229,7 +228,7 @@ class JitFunction:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments, call: Binding, plan: Plan
     ) -> Hot | None:
         hot = None if self._check else hot_call(args, kwargs, arguments, call, plan, self._captures)
-        if hot and self._has_signatures:
+        if hot is not None and self._has_signatures:
             hot.signature = [*map(kind_of_input, arguments.arrays)]
         return hot
 
@@ -308,10 +307,7 @@ class JitFunction:
             arguments, call = self.bind(args, kwargs)
             before = Snapshot(*call.reach) if call.lazy else None
             try:
-                try:
-                    program, call = self.make(arguments, call)
-                except NotSizedError:
-                    program, call = self.make(arguments, self._size(arguments, call))
+                program, call = self._make_sized(arguments, call)
                 leaves = [call.leaves[n] for n in program.leaf_numbers(call.inputs)]
                 return program, leaves, call.inputs
             finally:
@@ -320,30 +316,33 @@ class JitFunction:
 
     def _make_any(self, arguments: Arguments, call: Binding) -> tuple[Any, Binding]:
         """Do what :meth:`make` does; where Python decides on values, the program has a path for each decision."""
-        if call.lazy and has_optimizer(call):
-            call = self._size(arguments, call)
         try:
-            return self.make(arguments, call)
+            return self._make_sized(arguments, call)
         except NOT_TRACEABLE:
-            if not call.executing:
+            if call.lazy or not call.executing:
                 raise
-        except (NotSizedError, UninitializedError, ValueError, TraceContextError) as error:
-            expected = isinstance(error, (NotSizedError, UninitializedError))
-            if not (call.lazy and call.executing) or not (expected or _compat_jit.is_of_another_trace(error)):
-                raise
-            return self.make(arguments, self._size(arguments, self._bind(arguments)))
-        if call.lazy:
-            raise _DecidesError
         call = self._bind(arguments)
         check = functools.partial(check_constants, self.name, known=call.constants)
         program = BranchingProgram(call.leaves, len(call.targets), self.max_paths, self.name, self._note_path, check)
         program.at = call.numbers_of(dict(enumerate(call.targets)))
         return program, call
 
+    def _make_sized(self, arguments: Arguments, call: Binding) -> tuple[Program, Binding]:
+        """Do what :meth:`make` does; what is lazy is sized before if it can't be initialized in the trace."""
+        if call.lazy and has_optimizer(call):
+            call = self._size(arguments, call)
+        try:
+            return self.make(arguments, call)
+        except (NotSizedError, UninitializedError, ValueError, TraceContextError) as error:
+            expected = isinstance(error, (NotSizedError, UninitializedError))
+            if not (call.lazy and call.executing) or not (expected or _compat_jit.is_of_another_trace(error)):
+                raise
+            return self.make(arguments, self._size(arguments, self._bind(arguments)))
+
     def _size(self, arguments: Arguments, call: Binding) -> Binding:
         """Initialize the lazy layers that the call reaches; return the call anew."""
-        if call.lazy and not size(self._function, arguments, call, self._captures.attributes()):
-            raise _DecidesError
+        if call.lazy:
+            size(self._function, arguments, call, self._captures.attributes())
         return self._bind(arguments)
 
     def _body(self, arguments: Arguments, call: Binding) -> Body:

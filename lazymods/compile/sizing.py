@@ -21,7 +21,7 @@ def has_optimizer(call: Binding) -> bool:
     return any(_graph.is_lazy_node(n) and isinstance(n, LazyOptimizer) for n in Picture(call.reach).nodes)
 
 
-def size(function: Any, arguments: Arguments, call: Binding, attributes: Sequence[tuple[Any, str]]) -> bool:
+def size(function: Any, arguments: Arguments, call: Binding, attributes: Sequence[tuple[Any, str]]) -> None:
     """Initialize the lazy layers that a call of a function would reach, as ``lm.materialize`` does.
 
     Args:
@@ -30,8 +30,8 @@ def size(function: Any, arguments: Arguments, call: Binding, attributes: Sequenc
         call: What it reaches.
         attributes: Attributes of modules and classes, by which it finds some of that.
 
-    Returns:
-        Whether that could be: not if the function decides on the values of arrays, which there are none of.
+    Raises:
+        jax.errors.ConcretizationTypeError: Or another error of ``NOT_TRACEABLE``: it decides on the values of arrays.
     """
     roots = [*call.roots, *call.loose]
     picture = Picture(call.reach)
@@ -57,7 +57,7 @@ def size(function: Any, arguments: Arguments, call: Binding, attributes: Sequenc
         initialize(run, (tuple(roots), list(arguments.arrays)), {})
     except ShapeInferenceError as error:
         if isinstance(error.__cause__, NOT_TRACEABLE):
-            return False
+            raise error.__cause__ from None
         raise
     finally:
         _graph.LOCAL.updated = before
@@ -65,7 +65,6 @@ def size(function: Any, arguments: Arguments, call: Binding, attributes: Sequenc
         optimizer, model = originals.get(id(optimizer)), originals.get(id(model))
         if optimizer is not None and model is not None and _graph.is_lazy_node(optimizer):
             optimizer.make_state(model)
-    return True
 
 
 def _pair(value: Any, twin: Any, known: dict[int, Any]) -> None:

@@ -1,6 +1,7 @@
 """What ``lm.jit`` gives and leaves behind is what plain Python does: faults that were found, each with its kind."""
 
 import copy
+import functools
 import pickle
 import threading
 from collections.abc import Iterator
@@ -237,3 +238,72 @@ def test_the_check_passes_what_is_right() -> None:
     for i in range(3):
         f(model, optimizer, X + i)
     assert not np.array_equal(model.kernel[...], before)
+
+
+class Scaled:
+    """Reads its scale on one of two paths only."""
+
+    def __init__(self) -> None:
+        self.model, self.scale = net(), 3.0
+
+    def step(self, x: jax.Array) -> jax.Array:
+        y = self.model(x)
+        return y if x.sum() > 0 else y * self.scale
+
+
+def test_a_path_that_is_new_after_many_calls_may_read_more() -> None:
+    trainer = Scaled()
+    f = lm.jit(trainer.step)
+    for x in (X, X, X, -X, X, -X):
+        np.testing.assert_allclose(f(x), trainer.step(x), rtol=1e-6)
+    trainer.scale = 5.0
+    np.testing.assert_allclose(f(-X), trainer.step(-X), rtol=1e-6)
+
+
+def test_a_path_that_is_new_after_many_calls_may_reach_a_hidden_model() -> None:
+    @functools.lru_cache
+    def find() -> nnx.Linear:
+        return nnx.Linear(3, 2, rngs=nnx.Rngs(1))
+
+    model, hidden = net(), find()
+    f = lm.jit(lambda m, x: m(x) if x.sum() > 0 else find()(x))
+    for x in (X, X, X, -X, X, -X):
+        np.testing.assert_allclose(f(model, x), (model if x.sum() > 0 else hidden)(x), rtol=1e-6)
+    hidden.kernel[...] = hidden.kernel[...] * 2
+    np.testing.assert_allclose(f(model, -X), hidden(-X), rtol=1e-6)
+
+
+def test_a_path_that_is_new_after_many_calls_may_meet_a_lazy_layer() -> None:
+    def make(last: nnx.Module) -> nnx.List:
+        return nnx.List([net(), last])
+
+    ours = make(lm.LazyLinear(2, rngs=nnx.Rngs(1)))
+    plain = make(nnx.Linear(2, 2, rngs=nnx.Rngs(1)))
+
+    def call(m: Any, x: jax.Array) -> jax.Array:
+        y = m[0](x)
+        return y if x.sum() > 0 else m[1](y)
+
+    f = lm.jit(call)
+    for x in (X, X, X, -X, -X, X):
+        np.testing.assert_allclose(f(ours, x), call(plain, x), rtol=1e-6)
+    assert type(ours[1]) is nnx.Linear
+
+
+def test_a_lazy_model_inside_a_gradient_can_be_lowered() -> None:
+    model = lm.LazyLinear(2, rngs=nnx.Rngs(1))
+    low = lm.lower(lambda m, x: nnx.grad(lambda m: m(x).sum())(m), model, X)
+    assert [v.aval.shape for v in low.jaxpr.jaxpr.outvars] == [(2,), (3, 2)]
+    assert lm.is_lazy(model)
+
+
+def test_to_lower_a_lazy_model_that_decides_is_an_error_of_jax() -> None:
+    model = lm.LazyLinear(2, rngs=nnx.Rngs(1))
+
+    def decide(m: Any, x: jax.Array) -> jax.Array:
+        y = nnx.jit(lambda m, x: m(x))(m, x)
+        return y if y.sum() > 0 else -y
+
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        lm.lower(decide, model, X)
+    assert lm.is_lazy(model)
