@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 from flax import nnx
-from flax.nnx import tracers
 from jax._src import config, core, dispatch, source_info_util
 from jax._src.array import ArrayImpl
 from jax._src.interpreters import pxla
@@ -122,21 +121,6 @@ def attributes(node: Any) -> dict[str, Any]:
 def kept_graph(node: Any) -> Any:
     """Return what :func:`watch` keeps with an nnx object; None if there is nothing."""
     return getattr(_attribute(node, "__dict__")[STATE]._trace_state._jax_trace, "graph", None)
-
-
-def trace_of(node: Any) -> Any:
-    """Return the trace state of an nnx object or Variable, for :func:`set_trace`."""
-    return node._trace_state if isinstance(node, nnx.Variable) else vars(node)[STATE]._trace_state
-
-
-def set_trace(node: Any, state: Any) -> None:
-    """Say in which trace an nnx object or Variable was born (``_trace_state`` of Variable and PytreeState)."""
-    object.__setattr__(node if isinstance(node, nnx.Variable) else vars(node)[STATE], "_trace_state", state)
-
-
-def this_trace() -> Any:
-    """Return a trace state of the current trace (``flax.nnx.tracers.TraceState``)."""
-    return tracers.TraceState()
 
 
 def check_update(node: Any) -> None:

@@ -13,11 +13,9 @@ import weakref
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
-from lazymods.compile.copies import global_names, is_library
+from lazymods.compile.copies import MISSING, global_names, in_cell, is_library
 from lazymods.compile.picture import Reads, held_by
 from lazymods.compile.tokens import Kind, Same, kind_of, token
-
-_MISSING = object()
 
 
 class Captured(NamedTuple):
@@ -46,10 +44,7 @@ class _Cell(NamedTuple):
     cell: Any
 
     def value(self) -> Any:
-        try:
-            return self.cell.cell_contents
-        except ValueError:  # the variable has no value
-            return _MISSING
+        return in_cell(self.cell)
 
 
 class _Global(NamedTuple):
@@ -57,7 +52,7 @@ class _Global(NamedTuple):
     name: str
 
     def value(self) -> Any:
-        return self.names.get(self.name, _MISSING)
+        return self.names.get(self.name, MISSING)
 
 
 class _Attribute(NamedTuple):
@@ -65,7 +60,7 @@ class _Attribute(NamedTuple):
     name: str
 
     def value(self) -> Any:
-        return getattr(self.owner, self.name, _MISSING)
+        return getattr(self.owner, self.name, MISSING)
 
 
 class _Fixed(NamedTuple):

@@ -12,8 +12,9 @@ from lazymods._errors import LazyError, Problem, one_line
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
 from lazymods.compile.copies import Copies
-from lazymods.compile.picture import Picture, held_by
+from lazymods.compile.picture import Picture
 from lazymods.compile.shadow import compare
+from lazymods.compile.trace import Place
 
 
 def checked(
@@ -46,20 +47,13 @@ def checked(
     args, kwargs = arguments.rebuild([_own(a) for a in arguments.arrays], copies.of)
     for owner, attribute in attributes:
         copies.swap(owner, attribute)
-    want, got, plain_error, error = None, None, None, None
+    want, plain_error = None, None
     try:
         with copies.swapped():
             want = copies.of(function)(*args, **kwargs)
-    except Exception as raised:
-        plain_error = raised
-    try:
-        got = run()
-    except Exception as raised:
-        if plain_error is None:
-            raise
-        error = raised
-    if error is not None:
-        raise error
+    except Exception as error:
+        plain_error = error
+    got = run()
     if plain_error is not None:
         raise LazyError(
             Problem(
@@ -82,8 +76,8 @@ def checked(
 def _own_arrays(copies: Copies, call: Binding) -> None:
     """Let the copies have arrays of their own: the compiled call may donate those, or write to an array of numpy."""
     for target, leaf in zip(call.targets, call.values_of_targets(), strict=True):
-        if hasattr(target, "mark"):
-            copies.give(target.node, target.key, jax.tree.map(_own, held_by(target.node)[target.key]))
+        if isinstance(target, Place):
+            copies.give(target.node, target.key, jax.tree.map(_own, target.held[target.key]))
         else:
             copies.give(target, None, jax.tree.map(_own, leaf))
 

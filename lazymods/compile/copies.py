@@ -33,7 +33,7 @@ LIBRARIES = sys.stdlib_module_names | {
     "jax", "jaxlib", "flax", "optax", "numpy", "lazymods", "orbax", "chex", "einops", "torch", "scipy", "sklearn",
 }  # fmt: skip
 
-_EMPTY = object()  # in no cell
+MISSING = object()  # what is in a cell without a value
 _ORIGINAL = "_lazymods__original_class"
 _JITS: tuple[type, ...] = (type(jax.jit(lambda: None)), type(nnx.jit(lambda: None)))
 
@@ -173,7 +173,7 @@ class Copies:
             for names in self._globals.values():
                 names.write_back()
         for cell, twin, name in self._cells:
-            if cell.cell_contents is not twin:
+            if in_cell(cell) is not twin:
                 raise _rebinds(name)
         for names in self._globals.values():
             names.check()
@@ -248,7 +248,7 @@ class Copies:
 
     def _function(self, function: types.FunctionType) -> Any:
         cells = list(function.__closure__ or ())
-        moved = [n for n, cell in enumerate(cells) if not _is_empty(cell) and self._touches(cell.cell_contents)]
+        moved = [n for n, cell in enumerate(cells) if self._touches(in_cell(cell))]
         for n in moved:
             cells[n] = types.CellType()
         names = self._names(function)
@@ -334,19 +334,18 @@ def object_contents(thing: Any) -> Any:
     return held_by(thing, Kind.OBJECT)
 
 
-def _is_empty(cell: Any) -> bool:
+def in_cell(cell: Any) -> Any:
+    """Return what a cell holds; MISSING if the variable has no value."""
     try:
-        return cell.cell_contents is _EMPTY
+        return cell.cell_contents
     except ValueError:
-        return True
+        return MISSING
 
 
 def _reached(value: Any) -> Iterator[Any]:
     """Yield what a callable reaches: cells, defaults, globals that it names, attributes."""
     if isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            if not _is_empty(cell):
-                yield cell.cell_contents
+        yield from map(in_cell, value.__closure__ or ())
         yield from value.__defaults__ or ()
         yield from (value.__kwdefaults__ or {}).values()
         if not is_library(value.__module__):

@@ -225,17 +225,6 @@ def contents_of(node: Any, kind: Kind | None = None, reads: Reads | None = None)
     return set(node) if kind is Kind.SET else list(node)
 
 
-def same_contents(now: Any, then: Any) -> bool:
-    """Whether contents hold the same objects in the same order (``==`` would run the code of their classes)."""
-    if len(now) != len(then):
-        return False
-    if isinstance(now, dict):
-        return all(a == b and x is y for (a, x), (b, y) in zip(now.items(), then.items(), strict=True))
-    if isinstance(now, set):
-        return set(map(token, now)) == set(map(token, then))
-    return all(x is y for x, y in zip(now, then, strict=True))
-
-
 def refill(held: Any, contents: Any) -> None:
     """Let a container hold other contents, in their order."""
     held.clear()

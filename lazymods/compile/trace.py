@@ -175,7 +175,7 @@ class Body:
             self.has_read_more = reads.version != version
         base = picture if reads is None and not self.adopted else Picture(self._reach, reads=reads)
         known = {*map(id, base.variables), *((id(node), key) for node, key in base.slots)}
-        self.kept = [n for n, t in enumerate(self.targets) if (t.mark if isinstance(t, Place) else id(t)) in known]
+        self.kept = [n for n, t in enumerate(self.targets) if mark_of(t) in known]
         targets = {n: self.targets[n] for n in self.kept}
         targets |= enumerate((target for target, _ in self.adopted), len(self.targets))
         self.record, outputs = describe(out, base, copies, targets, reads)

@@ -92,7 +92,7 @@ def took(name: str, seconds: float) -> None:
         _seconds[name] = _seconds.get(name, 0.0) + seconds
 
 
-def asks_jax() -> bool:
+def asks_a_library() -> bool:
     """Whether what called the caller is part of jax, flax or optax, which can do without; others get an answer."""
     frame: Any = inspect.currentframe()
     name = frame.f_back.f_back.f_globals.get("__name__", "")

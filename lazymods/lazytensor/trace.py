@@ -79,7 +79,7 @@ class LazyTensor(tracing.Recorded):
 
 def _of_the_value(name: str) -> Any:
     def get(self: LazyTensor) -> Any:
-        if self.cell.value is None and metrics.asks_jax():
+        if self.cell.value is None and metrics.asks_a_library():
             raise AttributeError(f"{name} of a value that has not been computed")  # as of a tracer: it has another way
         return getattr(self.now(name), name)
 
