@@ -76,7 +76,7 @@ def initialized(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
         attempt.succeeded = True
     except BaseException as error:
         _end(layer, attempt)
-        if isinstance(error, (ValueError, TypeError)) and not isinstance(error, LazyError) and _is_flax(layer):
+        if isinstance(error, (ValueError, TypeError)) and not isinstance(error, LazyError) and is_of_flax(layer):
             raise forward_error(layer, args, kwargs, error) from error
         raise
     _end(layer, attempt)
@@ -111,8 +111,9 @@ def _end(layer: Any, attempt: _Attempt) -> None:
                 attempt.before.restore()
 
 
-def _is_flax(layer: Any) -> bool:
-    state = vars(layer).get(STATE)
+def is_of_flax(layer: Any) -> bool:
+    """Whether a module is a lazy layer that becomes one of Flax's."""
+    state = vars(layer).get(STATE) if layer is not None else None
     spec = state.spec if state is not None else None
     return spec is not None and spec.cls.__module__.startswith("flax.")
 

@@ -186,10 +186,11 @@ class Session:
                 )
             ) from error
         except (ValueError, TypeError) as error:
-            if not _is_of_jax(error):  # the model's own words, or Flax's
+            call = self._stack[-1] if self._stack else Call((), args, kwargs)
+            is_refusal = _is_of_jax(error) or _first_call.is_of_flax(call.module)  # as in a first call that is run
+            if not is_refusal:  # the model's own words, or those of a layer that was ready
                 error.add_note(f"in an abstract run of the model, at {self._where()}")
                 raise
-            call = self._stack[-1] if self._stack else Call((), args, kwargs)
             raise ShapeInferenceError(
                 Problem(
                     self._where(),
