@@ -113,7 +113,7 @@ def test_where_the_last_axis_is_short(name: str) -> None:
             assert_same(array, FAMILY[name][0](KEY, shape, jnp.float32), shape)
 
 
-STEADY = [jnp.exp, jnp.expm1, jnp.log1p, jnp.sqrt, jnp.square, lambda x: x**3, lambda x: 0.3 * x, lambda x: x / 0.7]
+STEADY = [jnp.sqrt, jnp.square, lambda x: x**3, lambda x: 0.3 * x, lambda x: x / 0.7]
 
 
 @pytest.mark.parametrize("index", range(len(STEADY)))
@@ -233,7 +233,8 @@ def failing(key: Any, shape: Any, dtype: Any) -> Any:
 
 
 OTHERS = [two_draws, transposed, ramp, centred, fused, of_numpy, numpy_itself, I.orthogonal()]
-UNSTEADY = [lax.erf, lax.logistic, lax.tanh, lax.log]  # at some shape, on some version, they round in another way
+# at some shape, on some version or processor, they round in another way
+UNSTEADY = [lax.erf, lax.logistic, lax.tanh, lax.log, lax.exp, lax.expm1, lax.log1p]
 OTHERS += [lambda *a, f=f: f(jax.random.uniform(*a)) for f in UNSTEADY]
 OTHERS += [jax.random.gumbel, jax.random.logistic]  # several operations that round, in one program
 
