@@ -195,7 +195,7 @@ def check_pickles(name: str, value: Any, where: Callable[[], str], needed: str, 
         raise SerializationError(Problem(where(), got, needed, write)) from error
 
 
-_SHORT = {"float": "f", "int": "s", "uint": "u", "complex": "c", "bool": "pred"}
+_SHORT = {"float": "f", "uint": "u", "int": "i", "complex": "c"}
 
 
 def describe(value: Any) -> str:
@@ -210,14 +210,13 @@ def describe(value: Any) -> str:
 
 
 def short_dtype(dtype: Any) -> str:
-    """Shorten a dtype's name: ``float32`` to ``f32``, ``bfloat16`` to ``bf16``."""
-    name = str(dtype) if jnp.issubdtype(dtype, jax.dtypes.extended) else np.dtype(dtype).name
-    if name == "bool":
-        return "pred"
-    if name.startswith("bfloat"):
-        return name.replace("bfloat", "bf")
-    kind = name.rstrip("0123456789")
-    return name.replace(kind, _SHORT[kind]) if kind in _SHORT and name[len(kind) :].isdigit() else name
+    """Shorten a dtype as a jaxpr does: ``float32`` to ``f32``, ``bfloat16`` to ``bf16``, ``int32`` to ``i32``."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return str(dtype)
+    name = np.dtype(dtype).name
+    for long, short in _SHORT.items():
+        name = name.replace(long, short)
+    return name
 
 
 def describe_call(args: Iterable[Any], kwargs: dict[str, Any]) -> str:

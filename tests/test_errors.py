@@ -112,12 +112,12 @@ NAMES = {
     "float16": "f16",
     "float32": "f32",
     "bfloat16": "bf16",
-    "int8": "s8",
-    "int4": "s4",
+    "int8": "i8",
+    "int4": "i4",
     "uint32": "u32",
     "complex64": "c64",
-    "bool": "pred",
-    "float8_e4m3fn": "float8_e4m3fn",
+    "bool": "bool",
+    "float8_e4m3fn": "f8_e4m3fn",
 }
 
 
@@ -133,7 +133,7 @@ def test_short_dtype_of_a_random_key() -> None:
 
 VALUES = {
     "array": (jnp.ones((8, 3)), "f32[8,3]"),
-    "numpy": (np.ones(4, np.int32), "s32[4]"),
+    "numpy": (np.ones(4, np.int32), "i32[4]"),
     "scalar": (jnp.float32(1.0), "f32[]"),
     "placeholder": (lm.LazyLinear(4, rngs=nnx.Rngs(0)).kernel, "f32[?,4]"),
     "int": (3, "3"),
@@ -155,5 +155,5 @@ def test_describe(value: Any, words: str) -> None:
 
 def test_describe_call() -> None:
     args = (spec(8, 3), [spec(2), (spec(1), 4)], {"mask": spec(5, dtype=jnp.bool_)})
-    assert describe_call(args, {"train": True}) == "f32[8,3], [f32[2], (f32[1], 4)], {mask: pred[5]}, train=True"
+    assert describe_call(args, {"train": True}) == "f32[8,3], [f32[2], (f32[1], 4)], {mask: bool[5]}, train=True"
     assert describe_call((), {}) == "no arguments"

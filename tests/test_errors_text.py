@@ -256,7 +256,7 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "first-call-forward": (
         lambda: linear()(X > 0),
         lm.ShapeInferenceError,
-        text("LazyLinear", "pred[2,3]",
+        text("LazyLinear", "bool[2,3]",
              "an input that the layer takes; Flax says: "
              + reason(lambda: nnx.Linear(3, 4, rngs=nnx.Rngs(0))(X > 0)),
              "the call again with another input; the layer is as lazy as before"),

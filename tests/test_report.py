@@ -138,7 +138,7 @@ def test_arguments_of_every_kind_in_the_input_column() -> None:
             return x["a"]
 
     row = lm.infer_shapes(Takes(), {"a": spec(2), "b": [spec(3, dtype=jnp.int32)]}, mode="b", train=True).rows[0]
-    assert row.inputs == "{a: f32[2], b: [s32[3]]}, mode='b', train=True"
+    assert row.inputs == "{a: f32[2], b: [i32[3]]}, mode='b', train=True"
 
 
 def test_reports_are_values() -> None:

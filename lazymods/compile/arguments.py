@@ -27,7 +27,7 @@ class Arguments(NamedTuple):
         statics: Whether some are static.
         rebuild: Puts other arrays in the same places: ``rebuild(arrays, of) -> (args, kwargs)``, where ``of`` returns
             what stands for a value that is no array.
-        names: Returns what each array is called in a message.
+        leaves: Returns of each leaf of ``(args, kwargs)`` the path, the value, and whether it is among the arrays.
     """
 
     arrays: list[Any]
@@ -36,7 +36,7 @@ class Arguments(NamedTuple):
     key: Hashable
     statics: bool
     rebuild: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
-    names: Callable[[], list[str]]
+    leaves: Callable[[], list[tuple[Any, Any, bool]]]
 
 
 def is_input(cls: type) -> bool:
@@ -117,7 +117,7 @@ class Splitter:
         # a treedef compares the nodes' own data with ==; a static argument's value stands in the key by its token
         key = (treedef, tuple(kinds), statics)
         rebuild = _Rebuild(leaves, treedef, kinds)
-        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.names)
+        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.leaves)
 
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Any) -> None:
         for path, value in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_whole):
@@ -157,11 +157,12 @@ class _Rebuild:
             {k: of(v.value) if type(v) is _Static else v for k, v in kwargs.items()},
         )
 
-    def names(self) -> list[str]:
-        """Name the arrays, in their order: ``args[0]``, ``x['image']``."""
+    def leaves(self) -> list[tuple[Any, Any, bool]]:
+        """Return the path of each leaf, its value, and whether it is an input."""
         numbered = self._treedef.unflatten(list(range(len(self._leaves))))
-        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
-        return [name for name, kind in zip(paths, self._kinds, strict=True) if kind == Kind.ARRAY]
+        values = [leaf.value if type(leaf) is _Static else leaf for leaf in self._leaves]
+        paths = jax.tree_util.tree_leaves_with_path(numbered)
+        return [(path, values[n], self._kinds[n] == Kind.ARRAY) for path, n in paths]
 
 
 def path_name(path: Sequence[Any]) -> str:

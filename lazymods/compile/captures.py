@@ -42,6 +42,7 @@ class Captured(NamedTuple):
 
 class _Cell(NamedTuple):
     cell: Any
+    name: str
 
     def value(self) -> Any:
         return in_cell(self.cell)
@@ -65,6 +66,7 @@ class _Attribute(NamedTuple):
 
 class _Fixed(NamedTuple):
     held: Any
+    name: str
 
     def value(self) -> Any:
         return self.held
@@ -142,6 +144,16 @@ class Captures:
         """Return the attributes of modules and classes by which the function finds something."""
         return [(s.owner, s.name) for s in self.sources if type(s) is _Attribute]
 
+    def named(self, captured: Captured) -> list[tuple[str, Any, bool]]:
+        """Return what the function reached and a program depends on: a name, the value, whether only by identity."""
+        looked_into = set(map(id, captured.values))
+        found = []
+        for source, value in zip(self.sources, captured.found, strict=True):
+            kind = kind_of(value)
+            if kind is not Kind.ATOM or callable(value):
+                found.append((source.name, value, kind is not Kind.ARRAY and id(value) not in looked_into))
+        return found
+
     def read(self, *, whole: bool = False) -> Captured:
         """Return what the function reaches now.
 
@@ -188,11 +200,12 @@ class Captures:
     def _follow(self, function: Any) -> None:
         """Add what a callable reaches, and what the functions reach that it reaches."""
         if isinstance(function, types.MethodType):
-            self._add(_Fixed(function.__self__), function.__self__)
+            self._add(_Fixed(function.__self__, "self"), function.__self__)
             self._follow(function.__func__)
         elif isinstance(function, functools.partial):
-            for value in (*function.args, *function.keywords.values()):
-                self._add(_Fixed(value), value)
+            given = {f"args[{i}]": value for i, value in enumerate(function.args)} | function.keywords
+            for name, value in given.items():
+                self._add(_Fixed(value, name), value)
             self._follow(function.func)
         elif isinstance(function, types.FunctionType):
             if id(function) not in self._functions:
@@ -201,17 +214,19 @@ class Captures:
         elif hasattr(function, "__wrapped__"):  # a function of another jit, vmap or the like
             self._follow(function.__wrapped__)
         elif kind_of(function) in (Kind.NODE, Kind.OBJECT):
-            self._add(_Fixed(function), function)
+            self._add(_Fixed(function, "self"), function)
             call = vars(type(function)).get("__call__")
             if isinstance(call, types.FunctionType) and _is_own(call):
                 self._follow(call)
 
     def _follow_code(self, function: types.FunctionType) -> None:
         self._alive.append(function)
-        for cell in function.__closure__ or ():
-            self._add(_Cell(cell), _Cell(cell).value())
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self._add(_Fixed(value), value)
+        code, defaults = function.__code__, function.__defaults__ or ()
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self._add(_Cell(cell, name), in_cell(cell))
+        with_default = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
+        for name, value in (*zip(with_default, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
+            self._add(_Fixed(value, name), value)
         names = set(global_names(function.__code__))
         for name in sorted(names & function.__globals__.keys()):
             value = function.__globals__[name]
@@ -229,7 +244,7 @@ class Captures:
                 return
         if isinstance(value, (types.ModuleType, type)):
             return
-        mark = (type(source), id(source[0]), source[1:])
+        mark = (type(source), id(source[0]), source.name if type(source) in (_Global, _Attribute) else None)
         if mark not in self._seen:
             self._seen.add(mark)
             self.sources.append(source)

@@ -1,31 +1,74 @@
-"""Why the last trace happened."""
+"""Why the last trace happened, in paths of the model and of the arguments.
+
+What a trace was for is kept as one line of text for each part that it depends on, by path. Two such situations are
+compared part by part, so an explanation names what a user can see, and nothing of how lazymods or Flax keep it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lazymods._graph import dotted
-from lazymods.compile.tokens import show
+import jax
+from flax import nnx
+
+from lazymods import _compat
+from lazymods._error_lists import collapsed
+from lazymods._errors import describe
+from lazymods._graph import attributes
+from lazymods._recipe import Recipe
+from lazymods.compile.picture import Reads, held_by
+from lazymods.compile.tokens import Kind, Same, kind_of, show, token
+
+_MAX_LINES = 20  # of an explanation
+_MAX_TEXT = 60  # of a static value
+_OF_FLAX = frozenset(("eager_sharding", "hijax", "ref"))  # metadata that every Variable has
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """What one part of a situation was.
+
+    Attributes:
+        text: How it is shown.
+        mark: What tells it from another of the same text; hashable, without a reference to the part.
+        is_whole: Whether it is told with other parts below it by path: if it comes or goes, so do they.
+        order: The names of the parts below it, if their order counts.
+        owners: Of each object of the user's own classes above it the class, and the attribute that leads here.
+    """
+
+    text: str
+    mark: Any
+    is_whole: bool = False
+    order: tuple[Any, ...] | None = None
+    owners: tuple[tuple[type, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """What a trace was for, without the objects: texts and tokens by path."""
+    """What a trace was for, without the objects.
 
-    inputs: dict[str, str]
-    structure: dict[str, tuple[Any, ...]]
+    Attributes:
+        facts: By path.
+        keys: What is known of some parts as a whole only, by name.
+        context: The settings of JAX.
+    """
+
+    facts: Mapping[str, Fact]
+    keys: Mapping[str, Any]
     context: Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Why a function was traced; its ``str`` says it.
+    """Why a function was traced; its ``str`` says it, in at most 20 lines.
 
     Attributes:
         function: The name of the function.
-        reasons: One line for each difference from the trace before that is most alike.
+        reasons: Every difference from the earlier trace that is most alike, by path: ``model.l1: Linear -> Mine``.
+            Paths that differ in numbers only, and in the same way, are one reason.
     """
 
     function: str
@@ -33,7 +76,10 @@ class Explanation:
 
     def __str__(self) -> str:
         """Name the function, then one reason a line."""
-        return "\n".join([f"lm.jit traced {self.function}:", *(f"  {r}" for r in self.reasons)])
+        shown = list(self.reasons)
+        if len(shown) > _MAX_LINES - 1:
+            shown[_MAX_LINES - 2 :] = [f"and {len(shown) - _MAX_LINES + 2} more: see explain().reasons"]
+        return "\n".join([f"lm.jit traced {self.function}:", *(f"  {r}" for r in shown)])
 
     __repr__ = __str__
 
@@ -45,8 +91,9 @@ def explain() -> Explanation:
     """Say why the last trace of an ``lm.jit`` function happened.
 
     Returns:
-        An object whose ``str`` names the function and each difference from its earlier trace that is most alike: for
-        arrays the old and the new ``f32[5,6]``; for attributes the path, the old and the new value.
+        An object whose ``str`` names the function and each difference from its earlier trace that is most alike, by the
+        names of the parameters and the paths of the models: shapes and dtypes, static attributes, classes, what was
+        added, removed or shared.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,17 +102,24 @@ def explain() -> Explanation:
         >>> _ = double(jnp.ones((5, 6))), double(jnp.ones((3, 6)))
         >>> print(lm.explain())
         lm.jit traced <lambda>:
-          argument 0: was f32[5,6], is f32[3,6]
+          x: f32[5,6] -> f32[3,6]
     """
     return _last[0]
 
 
-def note_trace(function: str, now: Situation, earlier: Sequence[Situation]) -> None:
-    """Keep why a function is traced: what tells ``now`` from the most alike of the earlier situations."""
+def note_trace(function: str, now: Situation, earlier: Sequence[Situation], reads: Reads) -> None:
+    """Keep why a function is traced: what tells ``now`` from the most alike of the earlier situations.
+
+    Args:
+        function: The name of the function.
+        now: What it is traced for.
+        earlier: What it was traced for before.
+        reads: What it has read of objects: other attributes of theirs don't count.
+    """
     if not earlier:
         reasons: list[str] = ["its first call"]
     else:
-        reasons = min((_differences(then, now) for then in reversed(earlier)), key=len)
+        reasons = min((_differences(then, now, reads) for then in reversed(earlier)), key=len)
     _last[0] = Explanation(function, tuple(reasons) or ("its compiled program was dropped from the cache",))
 
 
@@ -74,34 +128,170 @@ def note_path(function: str) -> None:
     _last[0] = Explanation(function, ("Python decided on the value of an array as it did not before: a new path",))
 
 
-def _differences(then: Situation, now: Situation) -> list[str]:
-    found = []
-    for name in {**then.inputs, **now.inputs}:
-        old, new = then.inputs.get(name), now.inputs.get(name)
-        if old != new:
-            found.append(_difference(name, old or "nothing", new or "nothing"))
-    for name in {**then.structure, **now.structure}:
-        old_tokens, new_tokens = then.structure.get(name), now.structure.get(name)
-        if old_tokens != new_tokens:
-            found.append(_difference(name, _show(old_tokens), _show(new_tokens)))
+def _differences(then: Situation, now: Situation, reads: Reads) -> list[str]:
+    paths: dict[str, list[str]] = {}  # by what is said of them
+    gone: tuple[str, ...] = ()
+    for path in {**then.facts, **now.facts}:
+        old, new = then.facts.get(path), now.facts.get(path)
+        known = new or old
+        if old == new or known is None or path.startswith(gone) or not _is_read(known, reads):
+            continue
+        if old is None or new is None or old.is_whole != new.is_whole:
+            gone += (f"{path}.", f"{path}[", f"{path} ")
+        change = _change(old, new)
+        if change is not None:
+            paths.setdefault(change, []).append(path)
+    reasons = [f"{path}: {change}" for change, found in paths.items() for path in collapsed(found)]
     if then.context != now.context:
-        found.append("a setting of JAX: precision, x64, mesh, default device, checks or the like")
-    return found
+        reasons.append("a setting of JAX: precision, x64, mesh, default device, checks or the like")
+    if not reasons:
+        reasons = [f"{name}: not as before" for name, key in now.keys.items() if then.keys.get(name) != key]
+    return reasons
 
 
-def _difference(name: str, old: str, new: str) -> str:
-    return f"{name}: was {old}, is {new}" if old != new else f"{name}: another {new} than before"
+def _is_read(fact: Fact, reads: Reads) -> bool:
+    known = ((reads.of(cls), name) for cls, name in fact.owners)
+    return all(names is None or name in names for names, name in known)
 
 
-def _show(tokens: tuple[Any, ...] | None) -> str:
-    return "nothing" if tokens is None else " ".join(map(show, tokens)) or "empty"
+def _change(old: Fact | None, new: Fact | None) -> str | None:
+    """Say what became of a part; None if only parts below it came or went."""
+    if old is None or new is None:
+        return f"added ({new.text})" if new is not None else f"removed ({old.text if old is not None else ''})"
+    if old.text != new.text:
+        return f"{old.text} -> {new.text}"
+    if old.mark != new.mark:
+        return f"another {new.text} than before"
+    same = set(old.order or ()) == set(new.order or ())
+    return "in another order" if same else None
 
 
-def structure_of(tokens: Sequence[Any], paths: Sequence[Any], roots: list[str]) -> dict[str, Any]:
-    """Gather the tokens of a picture by dotted path, below the names of its roots."""
-    found: dict[str, Any] = {}
-    for what, (root, *path) in zip(tokens, paths, strict=True):
-        inner = dotted(tuple(path))
-        name: str = f"{roots[root]}.{inner}" if inner else roots[root]
-        found[name] = (*found.get(name, ()), what)
-    return found
+# ---------------------------------------------------------------- what a situation is made of
+
+
+def named(function: Any, leaves: Iterable[tuple[Sequence[Any], Any, bool]]) -> Iterator[tuple[str, Any, bool]]:
+    """Name the leaves of ``(args, kwargs)`` as the function does: ``x``, ``batch['image']``, ``args[2]``.
+
+    Args:
+        function: What is called with them.
+        leaves: Of each the path as JAX gives it, the value, and whether it is an array or a number that is an input.
+    """
+    names, rest = _parameters(function)
+    for (side, first, *inner), leaf, is_input in leaves:
+        if side.idx == 1:
+            own = first.key
+        elif first.idx < len(names):
+            own = names[first.idx]
+        else:
+            own = f"{rest}[{first.idx - len(names)}]" if rest else f"argument {first.idx}"
+        yield f"{own}{jax.tree_util.keystr(tuple(inner))}", leaf, is_input
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], str]:
+    """Return the names of the parameters that take arguments by position, and of the one that takes the rest."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it has none that Python can tell
+        return [], ""
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return names, next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")
+
+
+def facts_of(given: Iterable[tuple[str, Any, bool]], reached: Iterable[tuple[str, Any, bool]]) -> dict[str, Fact]:
+    """Describe values and everything below them by path.
+
+    Args:
+        given: Names and values of arguments; whether it is an input of a program, whatever its value.
+        reached: Names and values of what the function reaches besides; whether only the value's identity counts.
+    """
+    walk = _Walk()
+    for name, value, is_input in given:
+        if is_input:
+            walk.note_array(value, name, ())
+        else:
+            walk.visit(value, name, ())
+    for name, value, by_identity in reached:
+        own = f"{name} (not an argument)" if name in walk.facts else name
+        if by_identity:
+            walk.facts[own] = Fact(_shown(value), Same(value))
+        else:
+            walk.visit(value, own, ())
+    return walk.facts
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.facts: dict[str, Fact] = {}
+        self._seen: dict[int, str] = {}
+
+    def visit(self, value: Any, path: str, owners: tuple[tuple[type, str], ...]) -> None:
+        kind = kind_of(value)
+        if kind is Kind.ATOM:
+            self.facts[path] = Fact(_shown(value), token(value), owners=owners)
+        elif kind is Kind.ARRAY:
+            self.note_array(value, path, owners)
+        elif kind not in (Kind.TUPLE, Kind.METHOD, Kind.PARTIAL) and id(value) in self._seen:
+            self.facts[path] = Fact(f"the same object as {self._seen[id(value)]}", None, owners=owners)
+        else:
+            self._seen[id(value)] = path
+            if kind is Kind.VARIABLE:
+                self.note_array(value, path, owners)
+                self.facts[f"{path} (type)"] = Fact(type(value).__name__, Same(type(value)), owners=owners)
+            else:
+                mark, order = _mark_of(value, kind)
+                self.facts[path] = Fact(type(value).__name__, (Same(type(value)), mark), True, order, owners)
+            for name, inner, part in _parts_of(value, kind, path):
+                own = (*owners, (type(value), name)) if kind is Kind.OBJECT else owners
+                self.visit(part, inner, own)
+
+    def note_array(self, value: Any, path: str, owners: Any) -> None:
+        """Describe an array, a number or a Variable by shape and dtype, and whether the dtype gives way to others."""
+        raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+        if isinstance(raw, (bool, int, float, complex)):
+            self.facts[path] = Fact(type(raw).__name__, type(raw), raw is not value, owners=owners)
+        elif kind_of(raw) is Kind.ARRAY:
+            kind: Any = jax.typeof(raw)
+            weak = " (weak type)" if getattr(kind, "weak_type", False) else ""
+            self.facts[path] = Fact(describe(raw) + weak, kind, raw is not value, owners=owners)
+        else:  # a placeholder, or a Variable that holds no array
+            text = repr(value) if isinstance(raw, Recipe) else describe(raw)
+            self.facts[path] = Fact(text, None, raw is not value, owners=owners)
+
+
+def _mark_of(value: Any, kind: Kind) -> tuple[Any, tuple[Any, ...] | None]:
+    """Return what a value is besides its class and its parts, and the order of its parts if it counts."""
+    if kind is Kind.METHOD:
+        return Same(value.__func__), None
+    if kind is Kind.SET:
+        return frozenset(map(token, value)), None
+    if kind is Kind.NODE:
+        return None, tuple(attributes(value))
+    return None, tuple(map(token, value)) if kind is Kind.DICT and not isinstance(value, nnx.State) else None
+
+
+def _parts_of(value: Any, kind: Kind, path: str) -> list[tuple[Any, str, Any]]:
+    """Return names, paths and values of what is in a value."""
+    items: list[tuple[Any, Any]]
+    if kind is Kind.METHOD:
+        items = [("__self__", value.__self__)]
+    elif kind is Kind.PARTIAL:
+        items = [(name, getattr(value, name)) for name in ("func", "args", "keywords")]
+    elif kind is Kind.VARIABLE:
+        items = [item for item in sorted(_compat.raw_metadata(value).items()) if item[0] not in _OF_FLAX]
+    elif kind is Kind.SET:
+        items = []
+    elif kind is Kind.DICT:
+        return [(key, f"{path}[{key!r}]", part) for key, part in list(value.items())]
+    elif hasattr(value, "_fields"):  # a named tuple
+        items = [(name, getattr(value, name)) for name in value._fields]
+    elif kind in (Kind.NODE, Kind.OBJECT):
+        held = attributes(value) if kind is Kind.NODE else held_by(value, kind)
+        items = list(held.items())
+    else:
+        return [(i, f"{path}[{i}]", part) for i, part in enumerate(list(value))]
+    return [(name, f"{path}.{name}", part) for name, part in items]
+
+
+def _shown(value: Any) -> str:
+    text = show(token(value)) if not callable(value) else getattr(value, "__qualname__", None) or repr(value)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

@@ -31,7 +31,7 @@ import jax
 from flax.errors import TraceContextError
 
 from lazymods import _compat_jit
-from lazymods._errors import NOT_TRACEABLE, UninitializedError, describe
+from lazymods._errors import NOT_TRACEABLE, UninitializedError
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
 from lazymods.compile.binding import Binding, kind_of_input
@@ -41,9 +41,9 @@ from lazymods.compile.captures import Captures
 from lazymods.compile.checking import checked
 from lazymods.compile.constants import HiddenModelError, check_constants
 from lazymods.compile.copies import Copies
-from lazymods.compile.explain import Situation, note_path, note_trace, structure_of
+from lazymods.compile.explain import Situation, facts_of, named, note_path, note_trace
 from lazymods.compile.metrics import COUNTS
-from lazymods.compile.picture import Picture, Reads
+from lazymods.compile.picture import Reads
 from lazymods.compile.plan import Hot, Plan, hot_call
 from lazymods.compile.program import OtherSignatureError, Program, compile_body
 from lazymods.compile.records import Record, Replay
@@ -262,8 +262,13 @@ class JitFunction:
         key = self._aliases.get(key, key)
         program = None if call.lazy else self._cache.get(key)
         if program is None:
-            self._note(arguments, call)
+            was_lazy = call.lazy
+            now = self._situation(arguments, call)
+            note_trace(self.name, now, self._situations, self._reads)
+            self._situations.append(now)
             program, call = self._make_any(arguments, call)
+            if was_lazy:  # the program is for what it has become
+                self._situations[-1] = self._situation(arguments, call)
             key = (call.key, call.signature())
             quick = call.quick_key(arguments)
             if program.can_be_kept:
@@ -396,20 +401,11 @@ class JitFunction:
         if self._hot is not None and self._hot.plan.program is program:
             self._hot = None
 
-    def _note(self, arguments: Arguments, call: Binding) -> None:
-        """Keep what a trace is for, to explain it and the next one."""
-        picture = Picture(call.reach)
-        names = [type(thing).__name__ for thing in call.reach]
-        inputs = {
-            name: describe(value) for name, value in zip(arguments.names(), call.leaves[: call.inputs], strict=True)
-        }
-        for number, variable in enumerate(picture.variables):
-            inputs[f"{type(variable).__name__} {number}"] = describe(variable)
-        structure = structure_of(picture.tokens, picture.paths, names)
-        structure["the arguments"] = (arguments.key,)
-        now = Situation(inputs, structure, _compat_jit.trace_context())
-        note_trace(self.name, now, self._situations)
-        self._situations.append(now)
+    def _situation(self, arguments: Arguments, call: Binding) -> Situation:
+        """Return what a trace is for, to explain it and the next one."""
+        facts = facts_of(named(self._function, arguments.leaves()), self._captures.named(call.captured))
+        keys = {"the arguments": arguments.key, "what the function reaches": call.captured.key}
+        return Situation(facts, keys, _compat_jit.trace_context())
 
 
 @overload

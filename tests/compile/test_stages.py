@@ -95,6 +95,10 @@ def test_counts() -> None:
     assert repr(after).splitlines()[0].split()[0] == "traces"
 
 
+class Mine(nnx.Linear):
+    pass
+
+
 class Net(nnx.Module):
     def __init__(self) -> None:
         self.layer, self.scale, self.mode = linear(), 2, "fast"
@@ -106,21 +110,81 @@ class Net(nnx.Module):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda m: setattr(m, "scale", 3), "Net.scale: was 2, is 3"),
-        (lambda m: setattr(m, "mode", "slow"), "Net.mode: was 'fast', is 'slow'"),
-        (lambda m: setattr(m, "scale", 2.0), "Net.scale: was 2, is 2.0"),
-        (lambda m: m.layer.bias.set_metadata("note", 1), "Net.layer.bias.note: was nothing, is 'note' 1"),
+        (lambda m: setattr(m, "scale", 3), "m.scale: 2 -> 3"),
+        (lambda m: setattr(m, "mode", "slow"), "m.mode: 'fast' -> 'slow'"),
+        (lambda m: setattr(m, "scale", 2.0), "m.scale: 2 -> 2.0"),
+        (lambda m: m.layer.bias.set_metadata("note", 1), "m.layer.bias.note: added (1)"),
+        (lambda m: setattr(m.layer, "__class__", Mine), "m.layer: Linear -> Mine"),
+        (lambda m: m.layer.bias.set_value(m.layer.bias[...].astype(jnp.bfloat16)), "m.layer.bias: f32[4] -> bf16[4]"),
+        (lambda m: setattr(m, "other", linear()), "m.other: added (Linear)"),
+        (lambda m: delattr(m, "mode"), "m.mode: removed ('fast')"),
+        (lambda m: setattr(m, "again", m.layer), "m.again: added (the same object as m.layer)"),
     ],
-    ids=["number", "text", "type", "metadata"],
+    ids=["number", "text", "type", "metadata", "class", "dtype", "module", "removed", "shared"],
 )
 def test_reasons(change: Any, reason: str) -> None:
-    call, model = lm.jit(lambda m, x: m(x)), Net()
+    call, model = lm.jit(lambda m, x: x * 2), Net()
     call(model, X)
     change(model)
     call(model, X)
     name = "test_reasons.<locals>.<lambda>"
-    assert reason in str(lm.explain()).splitlines()[1] + str(lm.explain().reasons)
+    assert str(lm.explain()) == f"lm.jit traced {name}:\n  {reason}" and lm.explain().reasons == (reason,)
     assert lm.explain().function == name
+
+
+def test_reasons_of_arguments_are_in_their_names() -> None:
+    @lm.jit
+    def call(batch: Any, *rest: Any, scale: Any = 1, **more: Any) -> Any:
+        return batch, rest, scale, more
+
+    call({"image": jnp.ones((2, 3))}, jnp.ones(2), 5, scale=1, extra=jnp.ones(3))
+    call({"image": jnp.ones((4, 3))}, jnp.ones(2), 5.0, scale=1.0, extra=jnp.ones(3, jnp.int32))
+    assert lm.explain().reasons == (
+        "batch['image']: f32[2,3] -> f32[4,3]",
+        "rest[1]: int -> float",
+        "scale: int -> float",
+        "extra: f32[3] -> i32[3]",
+    )
+
+
+def test_what_changes_in_every_layer_is_one_line_and_no_more_than_twenty_are_shown() -> None:
+    model = nnx.List([linear() for _ in range(30)])
+    call = lm.jit(lambda layers: X)
+    call(model)
+    for layer in model:
+        layer.kernel.set_value(layer.kernel[...].astype(jnp.bfloat16))
+    call(model)
+    assert lm.explain().reasons == ("layers.{0..29}.kernel: f32[3,4] -> bf16[3,4]",)
+    for number, layer in enumerate(model):
+        layer.in_features = 100 + number
+    call(model)
+    lines = str(lm.explain()).splitlines()
+    assert len(lines) == 20 and lines[-1].endswith("and 12 more: see explain().reasons")
+    assert len(lm.explain().reasons) == 30
+
+
+def test_reasons_of_what_a_function_closes_over() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model, self.double, self.calls = linear(), False, 0
+
+        def step(self, x: jax.Array) -> jax.Array:
+            return self.model(x) * (2 if self.double else 1)
+
+    trainer = Trainer()
+    call = lm.jit(trainer.step)
+    call(X)
+    trainer.double, trainer.calls = True, 7  # the second one is not read
+    call(X)
+    assert lm.explain().reasons == ("self.double: False -> True",)
+
+
+def test_after_a_lazy_first_call_the_ready_model_is_what_was_traced() -> None:
+    model = lm.LazyLinear(4, rngs=nnx.Rngs(0))
+    call = lm.jit(lambda m, x: m(x))
+    call(model, X)
+    call(model, jnp.ones((5, 3)))
+    assert lm.explain().reasons == ("x: f32[2,3] -> f32[5,3]",)
 
 
 # ---------------------------------------------------------------- arguments

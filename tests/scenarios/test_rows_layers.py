@@ -270,7 +270,7 @@ REFUSED = {
     "row_90-zero_features": Bad(linear, (2, 0), "in_features=0", (2, 3), lambda r: nnx.Linear(3, 4, rngs=r)),
     "row_91-zero_channels": Bad(lambda r: lm.LazyConv2d(4, 3, rngs=r), (1, 6, 6, 0), "in_features=0", (1, 6, 6, 2),
                                 lambda r: nnx.Conv(2, 4, (3, 3), rngs=r)),
-    "row_92-integers": Bad(linear, (2, 5), "s32[2,5]", (2, 3), lambda r: nnx.Linear(3, 4, rngs=r), jnp.int32),
+    "row_92-integers": Bad(linear, (2, 5), "i32[2,5]", (2, 3), lambda r: nnx.Linear(3, 4, rngs=r), jnp.int32),
     "row_93-rank": Bad(lambda r: lm.LazyBatchNorm2d(rngs=r), (4, 7), "an array of 4 axes", (4, 2, 2, 3),
                        lambda r: nnx.BatchNorm(3, rngs=r)),
     "row_95-groups": Bad(lambda r: lm.LazyConv2d(4, 3, feature_group_count=2, rngs=r), (1, 4, 4, 5),

@@ -134,5 +134,5 @@ def test_an_optimizer_without_a_state_beside_two_models(tmp_path: Path) -> None:
 
 def test_a_number_that_is_none_in_the_file(tmp_path: Path) -> None:
     lm.save({"step": jnp.arange(2), "model": nnx.Linear(3, 1, rngs=nnx.Rngs(0))}, tmp_path / "s.npz")
-    with pytest.raises(lm.StateDictError, match=r"step \(int\)\n  got:    s32\[2\]"):
+    with pytest.raises(lm.StateDictError, match=r"step \(int\)\n  got:    i32\[2\]"):
         lm.load({"step": 3, "model": lm.LazyLinear(1, rngs=nnx.Rngs(0))}, tmp_path / "s.npz")
