@@ -3,6 +3,8 @@
 The rows take turns in one process, a slot of calls each; a ratio is the median of the ratios round by round. The flat
 rows are made from the same model, split once: they are the floor, with nothing of NNX at call time. Before that,
 the states after five steps are compared. ``guard`` is what ``lm.jit`` spends on seeing that the model is as it was.
+``trainer`` is a step that is a method of an object, which counts its steps and keeps its losses beside the model;
+``traces`` is how often it was traced in the 20 steps after its second one.
 """
 
 import argparse
@@ -99,6 +101,37 @@ def compiled(wrap: Callable[[Any], Any], name: str, training: bool, x: jax.Array
     return lambda: step(*held, x)
 
 
+class Trainer:
+    """Holds a model, an optimizer, and what changes at every step."""
+
+    def __init__(self, name: str) -> None:
+        self.model, self.optimizer = objects(name, True)
+        self.steps, self.epoch = 0, 0
+        self.losses: list[Any] = []
+        self.step = lm.jit(self._step)
+
+    def _step(self, x: jax.Array) -> jax.Array:
+        return train(self.model, self.optimizer, x)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Take a step, count it, and keep its loss."""
+        loss = self.step(x)
+        self.steps += 1
+        self.epoch = self.steps // 10
+        self.losses.append(loss)
+        return loss
+
+
+def trainer(name: str, x: jax.Array) -> tuple[Callable[[], Any], int]:
+    """Return a step of a trainer, and how often it was traced in the 20 steps after its second one."""
+    made = Trainer(name)
+    made(x), made(x)
+    before = lm.metrics()["traces"]
+    for _ in range(20):
+        made(x)
+    return lambda: made(x), lm.metrics()["traces"] - before
+
+
 def check(name: str, x: jax.Array) -> None:
     """Compare five steps with those of nnx.jit, bit for bit."""
     ends = []
@@ -113,7 +146,8 @@ def check(name: str, x: jax.Array) -> None:
 
 def main(models: list[str], rounds: int, calls: int, numpy: bool) -> None:
     """Print a line for each model and mode."""
-    print(f"{'':14}{'flat us':>9}{'lm.jit':>9}{'nnx.jit':>9}{'lm/flat':>9}{'lm/nnx':>9}{'guard us':>10}")
+    titles = f"{'':14}{'flat us':>9}{'lm.jit':>9}{'nnx.jit':>9}{'lm/flat':>9}{'lm/nnx':>9}{'guard us':>10}"
+    print(f"{titles}{'trainer/flat':>14}{'traces':>8}")
     for name in models:
         batch = np.random.default_rng(0).normal(size=(2, 8)).astype(np.float32)
         x: Any = batch if numpy else jnp.asarray(batch)
@@ -121,6 +155,9 @@ def main(models: list[str], rounds: int, calls: int, numpy: bool) -> None:
         for training in (False, True):
             rows = {"flat": flat(name, training, x), "lm": compiled(lm.jit, name, training, x)}
             rows["nnx"] = compiled(nnx.jit, name, training, x)
+            traces = 0
+            if training:
+                rows["trainer"], traces = trainer(name, x)
             times: dict[str, list[float]] = {row: [] for row in rows}
             for number in range(rounds + 1):
                 for row, call in rows.items():
@@ -132,10 +169,14 @@ def main(models: list[str], rounds: int, calls: int, numpy: bool) -> None:
                         spent = time.perf_counter() - start
                         times[row].append(spent * 1e6 / (calls if row != "nnx" else max(calls // 20, 2)))
             ratio = {r: statistics.median(a / b for a, b in zip(times["lm"], times[r], strict=True)) for r in rows}
-            a, b, c = (statistics.median(times[row]) for row in rows)
+            a, b, c = (statistics.median(times[row]) for row in ("flat", "lm", "nnx"))
             label = f"{name} {'train' if training else 'fwd'}"
             ratios = f"{ratio['flat']:9.3f}{ratio['nnx']:9.3f}"
-            print(f"{label:14}{a:9.1f}{b:9.1f}{c:9.1f}{ratios}{guard(name, training):10.1f}")
+            last = ""
+            if training:
+                pairs = zip(times["trainer"], times["flat"], strict=True)
+                last = f"{statistics.median(a / b for a, b in pairs):14.3f}{traces:8}"
+            print(f"{label:14}{a:9.1f}{b:9.1f}{c:9.1f}{ratios}{guard(name, training):10.1f}{last}")
 
 
 def guard(name: str, training: bool) -> float:
