@@ -235,11 +235,25 @@ class Captures:
                 for inner in sorted(names & vars(value).keys()):
                     self._add(_Attribute(value, inner), getattr(value, inner))
 
+    def _follow_cells(self, function: types.FunctionType) -> None:
+        """Follow what a library's function holds for the user: ``jax.grad(f)`` holds ``f`` in a cell of a cell."""
+        if function.__closure__ and id(function) not in self._functions:
+            self._functions.add(id(function))
+            self._alive.append(function)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
+                value = in_cell(cell)
+                if kind_of(value) is not Kind.ATOM:
+                    self._add(_Cell(cell, name), value)
+                elif callable(value):  # such a cell is never written again
+                    self._add(_Fixed(value, name), value)
+
     def _add(self, source: Any, value: Any) -> None:
         """Add one place where a function finds a value, unless it is known not to change or to matter."""
-        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)) or _is_wrapper(value):
             if _is_own(value):
                 self._follow(value)
+            elif isinstance(value, types.FunctionType):
+                self._follow_cells(value)
             if not isinstance(source, _Cell):
                 return
         if isinstance(value, (types.ModuleType, type)):
@@ -250,14 +264,23 @@ class Captures:
             self.sources.append(source)
 
 
+def _is_wrapper(value: Any) -> bool:
+    """Whether a value is a callable made of a function, and no function itself."""
+    ordinary = isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type))
+    return not ordinary and kind_of(value) is Kind.ATOM and hasattr(value, "__wrapped__")
+
+
 def _is_own(function: Any) -> bool:
     """Whether a function is the user's, not a library's: those don't reach the user's models by name."""
-    while isinstance(function, (types.MethodType, functools.partial)):
+    while isinstance(function, (types.MethodType, functools.partial)) or _is_wrapper(function):
         if isinstance(function, types.MethodType) and kind_of(function.__self__) is not Kind.ATOM:
             return True
         if isinstance(function, functools.partial) and (function.args or function.keywords):
             return True
-        function = function.__func__ if isinstance(function, types.MethodType) else function.func
+        if _is_wrapper(function):  # what jit, vmap and the like return
+            function = function.__wrapped__
+        else:
+            function = function.__func__ if isinstance(function, types.MethodType) else function.func
     home = function.__name__ if isinstance(function, types.ModuleType) else getattr(function, "__module__", None)
     return not is_library(home)
 
