@@ -277,10 +277,10 @@ def _is_own(function: Any) -> bool:
             return True
         if isinstance(function, functools.partial) and (function.args or function.keywords):
             return True
-        if _is_wrapper(function):  # what jit, vmap and the like return
-            function = function.__wrapped__
-        else:
-            function = function.__func__ if isinstance(function, types.MethodType) else function.func
+        if isinstance(function, types.MethodType):
+            function = function.__func__
+        else:  # what jit, vmap and the like return has the function in __wrapped__
+            function = function.func if isinstance(function, functools.partial) else function.__wrapped__
     home = function.__name__ if isinstance(function, types.ModuleType) else getattr(function, "__module__", None)
     return not is_library(home)
 

@@ -129,7 +129,7 @@ def trainer(name: str, x: jax.Array) -> tuple[Callable[[], Any], int]:
     before = lm.metrics()["traces"]
     for _ in range(20):
         made(x)
-    return lambda: made(x), lm.metrics()["traces"] - before
+    return lambda: made(x), int(lm.metrics()["traces"] - before)
 
 
 def check(name: str, x: jax.Array) -> None:

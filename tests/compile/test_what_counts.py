@@ -4,9 +4,7 @@ Each row is a small program. It is run in plain Python and with its function com
 compared: results, values, types, metadata, the order of attributes and items, and what is shared.
 """
 
-import dataclasses
 import functools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -16,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx, struct
+from whole_picture import assert_same, seen
 
 import lazymods as lm
 
@@ -42,6 +41,8 @@ def changed(name: str) -> Callable[[Program], Program]:
 
 
 class Net(nnx.Module):
+    first: Any
+
     def __init__(self, seed: int = 0) -> None:
         rngs = nnx.Rngs(seed)
         self.first = nnx.Linear(3, 3, rngs=rngs)
@@ -200,7 +201,8 @@ def objects(wrap: Wrap) -> Iterator[Any]:
 
 @reached("attributes of modules, by type and value")
 def attributes(wrap: Wrap) -> Iterator[Any]:
-    f, model = wrap(lambda m: m.first.bias[...] * m.scale + (m.extra if hasattr(m, "extra") else 0)), Net()
+    model: Any = Net()
+    f = wrap(lambda m: m.first.bias[...] * m.scale + (m.extra if hasattr(m, "extra") else 0))
     model.first.bias[...] = jnp.arange(3)
     for scale in (2, 2.0, True, 1, np.float32(1), 0.0, -0.0, jnp.ones(3)):
         model.scale = nnx.data(scale) if isinstance(scale, jax.Array) else scale
@@ -306,14 +308,14 @@ def changes(name: str) -> Callable[[Callable[[Any], Any]], Any]:
 
 
 @changes("values")
-def values(m: Net) -> Any:
+def values(m: Any) -> Any:
     m.first.kernel[...] *= 2
     m.first.bias.set_value(m.first.bias[...].astype(jnp.bfloat16))
     return m.norm(X)
 
 
 @changes("attributes: new, other, gone")
-def set_attributes(m: Net) -> Any:
+def set_attributes(m: Any) -> Any:
     m.scale = m.scale + 1 if isinstance(m.scale, int) and m.scale < 3 else float(m.scale)
     if hasattr(m, "flag"):
         del m.flag
@@ -323,7 +325,7 @@ def set_attributes(m: Net) -> Any:
 
 
 @changes("new parameters and modules, and removed ones")
-def modules(m: Net) -> Any:
+def modules(m: Any) -> Any:
     if hasattr(m, "more"):
         del m.more
     else:
@@ -333,7 +335,7 @@ def modules(m: Net) -> Any:
 
 
 @changes("other modules in the place of old ones, and in another's")
-def swaps(m: Net) -> Any:
+def swaps(m: Any) -> Any:
     m.second = m.first
     m.first = nnx.Linear(3, 3, rngs=nnx.Rngs(3))
     m.table["b"], m.table["a"] = m.table["a"], m.table["b"]
@@ -341,28 +343,29 @@ def swaps(m: Net) -> Any:
 
 
 @changes("what is shared")
-def shares(m: Net) -> Any:
+def shares(m: Any) -> Any:
     m.first.bias = m.norm.bias
     m.first.bias[...] += 1
     return m.norm.bias[...]
 
 
 @changes("metadata")
-def sets_metadata(m: Net) -> Any:
+def sets_metadata(m: Any) -> Any:
     count = m.first.bias.get_metadata().get("count", 0)
     m.first.bias.set_metadata("count", 1.0 if count == 1 else count + 1)
     return m.first.bias[...] + count
 
 
 @changes("types of Variables, and classes")
-def sets_types(m: Net) -> Any:
+def sets_types(m: Any) -> Any:
     m.first.bias = nnx.BatchStat(m.first.bias[...] + 1)
-    m.noise.__class__ = nnx.Dropout if type(m.noise) is OtherNoise else OtherNoise
+    noise: Any = m.noise
+    noise.__class__ = nnx.Dropout if type(noise) is OtherNoise else OtherNoise
     return m.first.bias[...]
 
 
 @changes("modes and random state")
-def sets_modes(m: Net) -> Any:
+def sets_modes(m: Any) -> Any:
     y = m(X)
     m.train() if m.norm.use_running_average else m.eval()
     return y
@@ -376,7 +379,7 @@ def items(wrap: Wrap) -> Iterator[Any]:
             self.names: Any = nnx.static(["x"])
             self.arrays = nnx.data([jnp.ones(2)])
 
-    def step(m: Holder) -> jax.Array:
+    def step(m: Holder) -> Any:
         key, value = next(iter(m.parts.items()))
         del m.parts[key]
         m.parts[key] = value
@@ -473,49 +476,3 @@ def test_as_in_plain_python(name: str, form: str) -> None:
     assert len(plain) > 1
     for number, (got, want) in enumerate(zip(map(seen, PROGRAMS[name](FORMS[form])), plain, strict=True)):
         assert_same(got, want, f"step {number}")
-
-
-def seen(value: Any, known: dict[int, int] | None = None) -> Any:
-    """Return everything about a value in plain containers and arrays of numpy."""
-    known = {} if known is None else known
-    if isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        typed = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-        weak = bool(getattr(value, "weak_type", False))
-        return ["array", str(value.dtype), weak, np.array(jax.random.key_data(value) if typed else value)]
-    if isinstance(value, types.FunctionType):  # those of optax are made anew with each program
-        return value.__qualname__
-    if isinstance(value, (str, bool, int, float, type(None), type)):
-        return [type(value), value]
-    if isinstance(value, tuple):
-        return [type(value).__name__, *(seen(v, known) for v in value)]
-    if id(value) in known:
-        return ["again", known[id(value)]]
-    known[id(value)] = len(known)
-    if isinstance(value, nnx.Variable):
-        told = [(k, seen(v, known)) for k, v in sorted(value.get_metadata().items())]
-        return [type(value).__name__, told, seen(value.get_raw_value(), known)]
-    if isinstance(value, dict):
-        return ["dict", *([k, seen(v, known)] for k, v in value.items())]
-    if isinstance(value, (list, set)):
-        return [type(value).__name__, *(seen(v, known) for v in value)]
-    if isinstance(value, nnx.Pytree) or dataclasses.is_dataclass(value):
-        held = [(k, v) for k, v in vars(value).items() if not k.startswith("_pytree")]
-        return [type(value).__name__, *([k, seen(v, known)] for k, v in held)]
-    return [type(value).__name__]
-
-
-def assert_same(got: Any, want: Any, where: str) -> None:
-    """Compare what was seen: floats to rounding, all else exactly."""
-    if isinstance(want, np.ndarray) and want.dtype.kind in "fcV":
-        assert got.dtype == want.dtype and got.shape == want.shape, where
-        got, want = (a.astype(complex if a.dtype.kind == "c" else np.float64) for a in (got, want))
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=where)
-    elif isinstance(want, np.ndarray):
-        np.testing.assert_array_equal(got, want, err_msg=where)
-    elif isinstance(want, (list, tuple)):
-        assert type(got) is type(want) and len(got) == len(want), (where, got, want)
-        for number, (a, b) in enumerate(zip(got, want, strict=True)):
-            label = want[0] if number and isinstance(want[0], str) else number
-            assert_same(a, b, f"{where}, {label}")
-    else:
-        assert type(got) is type(want) and got == want, (where, got, want)
