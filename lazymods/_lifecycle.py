@@ -20,9 +20,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lazymods import _compat, _compat_abstract, _graph
+from lazymods import _compat, _graph
 from lazymods._blueprint import Blueprint, Node, Slot, Static
 from lazymods._building import Builder, Mould
+from lazymods._compat import abstract as _compat_abstract
 from lazymods._errors import Problem, ShapeInferenceError
 from lazymods._graph import NODE, STATE, Path, kind_of
 from lazymods._held import check_held, shape_of, unstacked

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lazymods import _compat, _compat_abstract, _first_call, _graph, _hooks, _lifecycle
+from lazymods import _compat, _first_call, _graph, _hooks, _lifecycle
+from lazymods._compat import abstract as _compat_abstract
 from lazymods._errors import (
     NOT_TRACEABLE,
     LazyError,

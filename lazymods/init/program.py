@@ -1,7 +1,7 @@
 """From an initializer to a program over elements, if it is one.
 
 An initializer is called once with a key that has no value, and the programs that executing it would run are noted
-(:func:`lazymods._compat_abstract.recorded`). It is a program over elements if one of them draws random bits for all
+(:func:`lazymods._compat.abstract.recorded`). It is a program over elements if one of them draws random bits for all
 elements, and the others follow one after the other, each element by element, with scalars for all else. Two
 initializers, or one at two shapes, that differ in nothing but scalars have equal programs: their kernels are the same.
 
@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lazymods import _compat, _compat_abstract
+from lazymods import _compat
+from lazymods._compat import abstract as _compat_abstract
 from lazymods._recipe import Shape
 from lazymods.init import scaling
 from lazymods.state import transfer

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from lazymods import _compat_abstract
-from lazymods import _compat_tracing as tracing
+from lazymods._compat import abstract as _compat_abstract
+from lazymods._compat import tracing
 
 
 class Kind:

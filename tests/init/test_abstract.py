@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from lazymods import _compat_abstract
+from lazymods._compat import abstract as _compat_abstract
 
 X = jax.ShapeDtypeStruct((4, 3), jnp.float32)
 

@@ -22,7 +22,7 @@ from jax._src import api_util, array, config, core, literals, mesh, pjit
 from jax._src.interpreters import ad, batching, pxla
 from jax._src.numpy import indexing
 
-from lazymods._compat_abstract import OperationByOperation
+from lazymods._compat.abstract import OperationByOperation
 
 # What a function of jax asks of a tracer while it only looks, as jnp.power does at its exponent, is answered with None.
 # These need the value, and would have it if they were executed: (jax 0.10.2, 0.11.2 and 0.12.0)

@@ -28,7 +28,7 @@ from jax._src import array, config, core, pjit, tree_util
 from jax._src.lib import jax_jit
 from jax._src.numpy import ufunc_api
 
-from lazymods._compat_tracing import Recorded, Recorder, Recording, open_jaxpr, settings
+from lazymods._compat.tracing import Recorded, Recorder, Recording, open_jaxpr, settings
 
 _CURRENT: Any = core.trace_state_strong_ref  # whose value is the trace to which operations go
 _MOST = 1 << 13

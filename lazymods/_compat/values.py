@@ -17,7 +17,7 @@ from jax._src import api, core, pjit, sharding_impls, stages
 from jax._src.interpreters import mlir
 from jax._src.random import prng
 
-from lazymods._compat_tracing import Recorded, Recorder
+from lazymods._compat.tracing import Recorded, Recorder
 
 
 def _known(value: Any, reason: str) -> Any:
