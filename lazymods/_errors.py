@@ -129,6 +129,10 @@ class SerializationError(LazyError, pickle.PicklingError):
     """A lazy layer holds something that does not pickle."""
 
 
+class MissingNameError(LazyError, NotImplementedError):
+    """The installed jax or flax lacks a private name that a feature of lazymods needs."""
+
+
 _PUBLIC = (
     LazyError,
     UninitializedError,
@@ -138,6 +142,7 @@ _PUBLIC = (
     CheckpointError,
     ConfigurationError,
     SerializationError,
+    MissingNameError,
 )
 for _error in _PUBLIC:
     _error.__module__ = "lazymods"  # tracebacks show the public name

@@ -23,7 +23,6 @@ from flax import nnx
 from lazymods import _compat, _graph
 from lazymods._blueprint import Blueprint, Node, Slot, Static
 from lazymods._building import Builder, Mould
-from lazymods._compat import abstract as _compat_abstract
 from lazymods._errors import Problem, ShapeInferenceError
 from lazymods._graph import NODE, STATE, Path, kind_of
 from lazymods._held import check_held, shape_of, unstacked
@@ -84,7 +83,7 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     level = _compat.home_trace(layer) if abstract else level_of(layer, empty.values())
     with _compat.at_trace(level):
         if abstract:
-            arrays = {p: _compat_abstract.zeros(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}
+            arrays = {p: _compat.abstract.zeros(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}
         elif any(isinstance(k, jax.ShapeDtypeStruct) for v in empty.values() for k in v.recipe.keys):
             # a model that nnx.eval_shape made: abstract keys give abstract parameters
             arrays = {p: jax.ShapeDtypeStruct(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}

@@ -1,401 +1,118 @@
 """The only place that touches private names of jax and flax.
 
-Each function names what it reaches for and the versions in which that was seen to work:
-jax 0.10.2, 0.11.2, 0.12.0 and flax 0.12.8, 0.12.10, 0.12.12, unless it says otherwise.
+A module for each thing that needs some. It takes them when it is imported, at the first use of one of its functions
+(``_PLACES``): hot paths find nothing anew. Where a name is gone, the module's public twin takes its place (``_TWINS``),
+slower, with one warning; a module without twin is a feature less: :class:`~lazymods.MissingNameError` says which name,
+and which versions have it. Each module says with which versions of jax and flax its names were seen to work.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import sys
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
-
-import jax
-import numpy as np
-from flax import nnx
-from flax.nnx import graphlib
-from flax.nnx.transforms import iteration
-from flax.typing import HashableMapping
-from jax._src import config, core
-from jax._src import mesh as mesh_lib
-from jax._src.interpreters import pxla
-
-STATE = "_pytree__state"  # flax: the trace in which an object was born
-NODES = "_pytree__nodes"  # flax: which attributes are data
-
-
-# ---------------------------------------------------------------- traces (jax)
-
-
-def current_trace() -> Any:
-    """Return the trace that operations now go to (``jax._src.core.trace_ctx``)."""
-    return core.trace_ctx.trace
-
-
-def eval_trace() -> Any:
-    """Return the trace that executes operations (``jax._src.core.eval_trace``)."""
-    return core.eval_trace
-
-
-def at_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
-    """Send operations to ``trace`` (``jax._src.core.set_current_trace``, ``trace_ctx.set_axis_env``).
-
-    At the executing trace there are no named axes and no manual mesh axes (as inside ``shard_map``, which
-    ``jax.ensure_compile_time_eval`` does not leave): what is made there is whole.
-    """
-    if trace is not core.eval_trace:
-        return _HERE if core.trace_ctx.trace is trace else core.set_current_trace(trace)
-    manual = bool(mesh_lib.get_abstract_mesh().manual_axes)
-    here = core.trace_ctx.trace is trace and core.trace_ctx.axis_env is core.top_axis_env and not manual
-    return _HERE if here else _executing(manual)
-
-
-_HERE = contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _executing(manual: bool) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if manual:
-            stack.enter_context(mesh_lib.use_abstract_mesh(mesh_lib.empty_abstract_mesh))
-        stack.callback(core.trace_ctx.set_axis_env, core.trace_ctx.axis_env)
-        core.trace_ctx.set_axis_env(core.top_axis_env)
-        stack.enter_context(core.set_current_trace(core.eval_trace))
-        yield
-
-
-def birth_trace(node: Any) -> Any:
-    """Return the trace in which an nnx object or Variable was born, or None if that trace has ended.
-
-    Reads flax's ``TraceState._jax_trace`` and jax's ``OpaqueTraceState._trace_ref``, a weak reference.
-    """
-    state = node._trace_state if issubclass(type(node), nnx.Variable) else getattr(node, STATE).trace_state
-    return state.jax_trace._trace_ref()
-
-
-def home_trace(node: Any) -> Any:
-    """Return the trace in which an nnx object or Variable was born, or the current one if that has ended."""
-    return birth_trace(node) or current_trace()
-
-
-def put(aval: Any, sharding: Any, array: np.ndarray[Any, Any]) -> jax.Array:
-    """Return an array of numpy, of type ``aval``, on the one device of a sharding, uncommitted, as ``jax.jit`` does.
-
-    Calls ``jax._src.interpreters.pxla.batched_device_put``.
-    """
-    return pxla.batched_device_put(aval, sharding, [array], sharding._device_assignment, committed=False)
-
-
-def device_put(arrays: Sequence[np.ndarray[Any, Any]], device: Any) -> list[jax.Array]:
-    """Return ``jax.device_put(array)`` of each, uncommitted, for a fifth of the price of the public function.
-
-    Calls :func:`put` when operations are executed; in a trace, the public function. The dtypes must be ones that JAX
-    has arrays of.
-    """
-    if core.trace_ctx.trace is not core.eval_trace:
-        return jax.device_put(list(arrays))
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    avals: dict[Any, Any] = {}
-    out = []
-    for array in arrays:
-        kind = (array.shape, array.dtype)
-        if kind not in avals:
-            avals[kind] = core.ShapedArray(array.shape, array.dtype)
-        out.append(put(avals[kind], sharding, array))
-    return out
-
-
-def bind_equation(equation: Any, inputs: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
-    """Run one equation of a jaxpr in the current trace (``JaxprEqn.ctx``, ``Primitive.get_bind_params``)."""
-    with equation.ctx.manager:
-        out = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(params))
-    return out if equation.primitive.multiple_results else [out]
-
-
-def plain_device() -> Any:
-    """Return where operations are executed at once, uncommitted; None in a trace, in a mesh, or if one was chosen.
-
-    Reads ``jax.config.jax_default_device`` and ``jax._src.mesh.get_abstract_mesh``.
-    """
-    default = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return jax.local_devices()[0] if executing() and default is None else None
-
-
-def counted(count: Any, draws: int) -> Any:
-    """Return ``count + draws`` for the counter of a random stream, made on the host where that is the same.
-
-    A fresh process would compile the addition, for longer than a hundred layers take. It is the same for an array
-    that is bound to no device, if programs run where it is.
-    """
-    array = isinstance(count, jax.Array) and not isinstance(count, core.Tracer)
-    device = plain_device()
-    if array and device and not count.committed and count.dtype == np.uint32 and not (count.shape or count.weak_type):
-        if count.devices() == {device}:
-            value = np.array((int(np.asarray(count)) + draws) % 2**32, np.uint32)
-            return put(count.aval, count.sharding, value)
-    return count + np.uint32(draws)
-
-
-# ---------------------------------------------------------------- nnx transforms (flax)
-
-
-def carrying_transforms(node: Any) -> list[Any]:
-    """Return the tags of the nnx transforms that will carry changes of ``node`` to the object outside.
-
-    Reads ``graphlib.GRAPH_CONTEXT.update_context_stacks`` and each context's ``inner_ref_outer_index``.
-    """
-    tags = []
-    for tag, stack in graphlib.GRAPH_CONTEXT.update_context_stacks.items():
-        if any(c.inner_ref_outer_index is not None and node in c.inner_ref_outer_index for c in stack):
-            tags.append(tag)
-    return tags
-
-
-def fixed_structure(node: Any) -> str | None:
-    """Name a running nnx transform that has ``node`` as an argument and whose arguments must keep their structure.
-
-    Those are nnx.custom_vjp (context tags ``custom_vjp_...``) and nnx.cached_partial (contexts with a static cache).
-    """
-    for tag, stack in graphlib.GRAPH_CONTEXT.update_context_stacks.items():
-        holding = [c for c in stack if c.inner_ref_outer_index is not None and node in c.inner_ref_outer_index]
-        if holding and isinstance(tag, str) and tag.startswith("custom_vjp_"):
-            return "nnx.custom_vjp"
-        if any(c.static_cache for c in holding):
-            return "nnx.cached_partial"
-    return None
-
-
-def transforms_running() -> bool:
-    """Whether any nnx transform is running that carries changes (``GRAPH_CONTEXT.update_context_stacks``)."""
-    return bool(graphlib.GRAPH_CONTEXT.update_context_stacks)
-
-
-def mapping_axes(node: Any) -> list[Any]:
-    """Return the axes over which the running nnx.vmap and nnx.pmap calls map the arguments that hold ``node``.
-
-    Looks for the frames of ``iteration.VmapFn.__call__`` and ``PmapFn.__call__``; reads ``self.in_axes``, ``args``.
-    """
-    codes = {iteration.VmapFn.__call__.__code__, iteration.PmapFn.__call__.__code__}
-    found = []
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in codes and "args" in frame.f_locals:
-            axes, args = frame.f_locals["self"].in_axes, frame.f_locals["args"]
-            each = axes if isinstance(axes, (tuple, list)) else (axes,) * len(args)
-            for axis, arg in zip(each, args, strict=True):
-                if any(n is node for _, n in nnx.iter_graph(arg)):
-                    found += list(axis.axes) if isinstance(axis, nnx.StateAxes) else jax.tree.leaves(axis)
-        frame = frame.f_back
-    return [axis for axis in found if axis is not None]
-
-
-# ---------------------------------------------------------------- Variables (flax)
-
-
-def new_variable(cls: type[nnx.Variable[Any]], raw: Any, metadata: dict[str, Any]) -> Any:
-    """Make a Variable without running its constructor (``Variable._new``)."""
-    return cls._new(raw, metadata)
-
-
-def value_of(variable: nnx.Variable[Any]) -> Any:
-    """Return ``variable.get_value()``, without the copy if it is an array that no hook changes (``_raw_value``)."""
-    ordinary = type(variable).get_value is nnx.Variable.get_value and "on_get_value" not in variable._var_metadata
-    if ordinary and isinstance(variable._raw_value, jax.Array) and not isinstance(variable._raw_value, jax.Ref):
-        return variable._raw_value
-    return variable.get_value()
-
-
-def raw_metadata(variable: nnx.Variable[Any]) -> dict[str, Any]:
-    """Return a Variable's own metadata dict (``Variable._var_metadata``)."""
-    return variable._var_metadata
-
-
-def write_variable(variable: Any, cls: type, raw: Any, metadata: dict[str, Any]) -> None:
-    """Set class, value and metadata of a Variable, from whatever trace is current (slots of ``Variable``)."""
-    object.__setattr__(variable, "_raw_value", raw)
-    object.__setattr__(variable, "_var_metadata", metadata)
-    object.__setattr__(variable, "__class__", cls)
-
-
-NOT_GIVEN: Any = 0  # for nnx.use_eager_sharding: as False, and tells what a Variable was not given from False
-
-
-def default_metadata() -> dict[str, Any]:
-    """Return the metadata that flax gives every Variable made now (``Variable.required_metadata``)."""
-    defaults = nnx.var_defaults()
-    return {"hijax": defaults.hijax, "ref": defaults.ref, "eager_sharding": nnx.using_eager_sharding()}
-
-
-# ---------------------------------------------------------------- objects (flax)
-
-
-def data_names(node: Any) -> dict[str, bool]:
-    """Return which attributes of an nnx object are data (``Pytree._pytree__nodes``)."""
-    return dict(getattr(node, NODES))
-
-
-def set_data_names(node: Any, names: dict[str, bool]) -> None:
-    """Say which attributes of an nnx object are data; one mapping is shared while it is unchanged."""
-    if dict(getattr(node, NODES, {})) != names or NODES not in vars(node):
-        object.__setattr__(node, NODES, HashableMapping(names, copy=False))
-
-
-def forget_data_name(node: Any, name: str) -> None:
-    """Say nothing any more of whether an attribute of an nnx object is data."""
-    if name in getattr(node, NODES):
-        set_data_names(node, {k: v for k, v in data_names(node).items() if k != name})
-
-
-def share_data_names(node: Any, names: HashableMapping[str, bool]) -> None:
-    """Say which attributes of an nnx object are data, by a mapping that others share: it is never changed."""
-    object.__setattr__(node, NODES, names)
-
-
-def mapping_of_names(names: dict[str, bool]) -> HashableMapping[str, bool]:
-    """Return what :func:`share_data_names` takes."""
-    return HashableMapping(names, copy=False)
-
-
-def new_object(cls: type, data: Mapping[str, Any] | None = None, static: Mapping[str, Any] | None = None) -> Any:
-    """Make an nnx object without running its constructor, as ``nnx.Pytree``'s metaclass begins to.
-
-    Args:
-        cls: Its class.
-        data: Attributes that are data.
-        static: Attributes that are not.
-    """
-    node = object.__new__(cls)
-    object.__setattr__(node, STATE, nnx.pytreelib.PytreeState())
-    object.__setattr__(node, NODES, getattr(cls, NODES))
-    if data is not None and static is not None:
-        vars(node).update(static, **data)
-        set_data_names(node, data_names(node) | dict.fromkeys(static, False) | dict.fromkeys(data, True))
-    return node
-
-
-def check_without(cls: type, spared: Callable[[Any, str], bool]) -> dict[str, Any]:
-    """Return methods for a subclass of ``cls`` that spare some attributes of a new object flax's check of each.
-
-    Flax searches every value for arrays, which takes longer than to make the object. Overrides ``_check_value`` of
-    ``nnx.Pytree``; ``check_pytree``, which runs when a constructor returns, calls it without a ``new_status``.
-    """
-
-    def check_value(self: Any, key: str, value: Any, new_status: Any) -> None:
-        if new_status is not None or not spared(self, key):
-            cls._check_value(self, key, value, new_status)  # type: ignore[attr-defined]
-
-    return {"_check_value": check_value}
-
-
-def set_class(node: Any, cls: type) -> None:
-    """Change an object's class so that its GraphDef equals that of an object constructed as ``cls``."""
-    object.__setattr__(node, "__class__", cls)
-
-
-def set_attributes(node: Any, attributes: dict[str, Any]) -> None:
-    """Give an object all its attributes at once: other threads see the old ones or the new ones, whole."""
-    object.__setattr__(node, "__dict__", dict(attributes))
-
-
-def put_in_front(front: type, cls: type, name: str, namespace: dict[str, Any]) -> Any:
-    """Make a class as if its bases were ``(front, cls)`` whose instances can become ``cls``, whatever bases that has.
-
-    Python lets an object change between classes of one layout, and takes the layout from the first base. So that is
-    ``cls`` here, and the order in which methods are found is given by a metaclass. ``front`` has ``nnx.Module`` as its
-    only base, and ``cls`` is one.
-    """
-
-    def mro(self: type) -> list[type]:
-        return [self, front, *cls.__mro__] if self.__bases__ == (cls, front) else type.mro(self)
-
-    kind = type(cls)
-    meta: Any = type(kind.__name__, (kind,), {"mro": mro, "__module__": kind.__module__})
-    return meta(name, (cls, front), namespace, pytree=is_pytree(cls))
-
-
-def are_concrete(arrays: Iterable[Any]) -> bool:
-    """Whether all of them are arrays with values, none a tracer."""
-    return not any(isinstance(x, core.Tracer) for x in arrays)
-
-
-def weak(trace: Any) -> Any:
-    """Return a weak reference to a trace (``Trace._weakref``)."""
-    return trace._weakref
-
-
-def is_pytree(cls: type) -> bool:
-    """Whether instances of an nnx class are JAX pytrees (``Pytree._pytree__is_pytree``)."""
-    return cls._pytree__is_pytree  # type: ignore[attr-defined]
-
-
-def inherit_data_names(cls: type) -> None:
-    """Let a class know the data attributes of all its bases: ``Pytree.__init_subclass__`` takes those of the first."""
-    names: dict[str, bool] = {}
-    for base in reversed(cls.__mro__):
-        names.update(vars(base).get(NODES, {}))
-    setattr(cls, NODES, HashableMapping(names, copy=False))
-
-
-# ---------------------------------------------------------------- values and programs (jax)
-
-
-def is_tracer(value: Any) -> bool:
-    """Whether a value is a tracer (``jax._src.core.Tracer``)."""
-    return isinstance(value, core.Tracer)
-
-
-def dtype_of(value: Any) -> Any:
-    """Return the dtype that JAX gives a value, also where it is a typed Python scalar (``jax._src.core.typeof``)."""
-    return core.typeof(value).dtype
-
-
-def executing() -> bool:
-    """Whether operations are executed at once, outside of any mesh (``jax._src.mesh.get_abstract_mesh``)."""
-    return core.trace_ctx.trace is core.eval_trace and mesh_lib.get_abstract_mesh().empty
-
-
-def kept_when_compiled() -> contextlib.AbstractContextManager[None]:
-    """Let JAX's persistent cache, if the user has switched it on, keep also what is compiled within a second.
-
-    ``jax._src.config.persistent_cache_min_compile_time_secs`` as a context of this thread. (jax 0.10.2 and 0.12.0)
-    """
-    return config.persistent_cache_min_compile_time_secs(0.0)
-
-
-@functools.cache
-def threefry_dtype() -> Any:
-    """Return the dtype of threefry keys."""
-    with at_trace(eval_trace()):
-        return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
-
-
-@functools.cache
-def _sampling() -> frozenset[Any]:
-    """Code of the initializers of JAX that draw once, at their shape, and multiply by a scalar."""
-    own = jax.nn.initializers
-    made = (own.normal(), own.truncated_normal(), own.uniform(), own.variance_scaling(1.0, "fan_in", "normal"))
-    return frozenset(init.__code__ for init in made)  # type: ignore[attr-defined]
-
-
-def is_jax_initializer(init: Any) -> bool:
-    """Whether an initializer was defined by JAX, so that its result depends on nothing but its arguments.
-
-    By the name of the module, ``jax._src.nn.initializers``. (jax 0.10.2 and 0.12.0)
-    """
-    return getattr(init, "__module__", None) in ("jax._src.nn.initializers", "jax.nn.initializers")
-
-
-def with_modules(init: Any, **modules: Any) -> Callable[..., Any] | None:
-    """Return an initializer of JAX's own that draws once and multiplies, with others in place of modules that it uses.
-
-    None if ``init`` is not one of those. Reads ``__code__``, ``__closure__`` and ``__globals__`` of the functions in
-    ``jax._src.nn.initializers``, which know ``jax.random`` as ``random`` and ``jax.numpy`` as ``jnp``. (jax 0.10.2 and
-    0.12.0)
-    """
-    if getattr(init, "__code__", None) not in _sampling() or not init.__globals__.keys() >= modules.keys():
-        return None
-    names = {**init.__globals__, **modules}
-    return types.FunctionType(init.__code__, names, init.__name__, init.__defaults__, init.__closure__)
+from typing import TYPE_CHECKING, Any
+
+from lazymods._compat import finding as _finding
+from lazymods._errors import MissingNameError as _MissingNameError
+
+if TYPE_CHECKING:
+    from lazymods._compat.births import birth_trace as birth_trace
+    from lazymods._compat.equations import bind_equation as bind_equation
+    from lazymods._compat.fast_traces import at_trace as at_trace
+    from lazymods._compat.fast_traces import current_trace as current_trace
+    from lazymods._compat.fast_traces import executing as executing
+    from lazymods._compat.initializers import is_jax_initializer as is_jax_initializer
+    from lazymods._compat.initializers import kept_when_compiled as kept_when_compiled
+    from lazymods._compat.initializers import with_modules as with_modules
+    from lazymods._compat.objects import NODES as NODES
+    from lazymods._compat.objects import STATE as STATE
+    from lazymods._compat.objects import check_without as check_without
+    from lazymods._compat.objects import data_names as data_names
+    from lazymods._compat.objects import forget_data_name as forget_data_name
+    from lazymods._compat.objects import inherit_data_names as inherit_data_names
+    from lazymods._compat.objects import is_pytree as is_pytree
+    from lazymods._compat.objects import mapping_of_names as mapping_of_names
+    from lazymods._compat.objects import new_object as new_object
+    from lazymods._compat.objects import new_state as new_state
+    from lazymods._compat.objects import put_in_front as put_in_front
+    from lazymods._compat.objects import set_attributes as set_attributes
+    from lazymods._compat.objects import set_class as set_class
+    from lazymods._compat.objects import set_data_names as set_data_names
+    from lazymods._compat.objects import share_data_names as share_data_names
+    from lazymods._compat.placing import device_put as device_put
+    from lazymods._compat.placing import put as put
+    from lazymods._compat.traces import are_concrete as are_concrete
+    from lazymods._compat.traces import counted as counted
+    from lazymods._compat.traces import dtype_of as dtype_of
+    from lazymods._compat.traces import eval_trace as eval_trace
+    from lazymods._compat.traces import home_trace as home_trace
+    from lazymods._compat.traces import is_tracer as is_tracer
+    from lazymods._compat.traces import plain_device as plain_device
+    from lazymods._compat.traces import threefry_dtype as threefry_dtype
+    from lazymods._compat.traces import weak as weak
+    from lazymods._compat.transforms import carrying_transforms as carrying_transforms
+    from lazymods._compat.transforms import fixed_structure as fixed_structure
+    from lazymods._compat.transforms import mapping_axes as mapping_axes
+    from lazymods._compat.transforms import transforms_running as transforms_running
+    from lazymods._compat.variables import NOT_GIVEN as NOT_GIVEN
+    from lazymods._compat.variables import SET_RAW as SET_RAW
+    from lazymods._compat.variables import default_metadata as default_metadata
+    from lazymods._compat.variables import new_variable as new_variable
+    from lazymods._compat.variables import raw_metadata as raw_metadata
+    from lazymods._compat.variables import raw_values as raw_values
+    from lazymods._compat.variables import value_of as value_of
+    from lazymods._compat.variables import write_variable as write_variable
+
+_FUNCTIONS = {
+    "births": "birth_trace",
+    "equations": "bind_equation",
+    "fast_traces": "at_trace current_trace executing",
+    "initializers": "is_jax_initializer kept_when_compiled with_modules",
+    "objects": "NODES STATE check_without data_names forget_data_name inherit_data_names is_pytree mapping_of_names "
+    "new_object new_state put_in_front set_attributes set_class set_data_names share_data_names",
+    "placing": "device_put put",
+    "traces": "are_concrete counted dtype_of eval_trace home_trace is_tracer plain_device threefry_dtype weak",
+    "transforms": "carrying_transforms fixed_structure mapping_axes transforms_running",
+    "variables": "NOT_GIVEN SET_RAW default_metadata new_variable raw_metadata raw_values value_of write_variable",
+}
+_PLACES = {name: module for module, names in _FUNCTIONS.items() for name in names.split()}
+_TWINS = {  # and what it does
+    "abstract": ("plain_abstract", "jax.eval_shape, and Flax's own initializers one by one"),
+    "fast_traces": ("traces", "public functions of jax.extend.core"),
+    "placing": ("plain_placing", "jax.device_put"),
+    "transforms": ("any_transform", "materialize before a transform"),
+}
+_FEATURES = {
+    "abstract": "running a model without values",
+    "calls": "lm.lazytensor",
+    "fast_traces": "the first call of a layer",
+    "jit": "lm.jit",
+    "placing": "bringing arrays to a device",
+    "tracing": "lm.lazytensor, and Python decisions on array values in lm.jit,",
+    "transforms": "the first call of a layer inside an nnx transform",
+    "values": "lm.lazytensor",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Find a function, or a module of this package, at its first use."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _PLACES:
+        found = getattr(_module(_PLACES[name]), name)
+    elif name in _FEATURES:
+        found = _module(name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def _module(name: str) -> Any:
+    feature = _FEATURES.get(name, "lazymods")
+    try:
+        return _finding.load(name, feature)
+    except _MissingNameError as error:
+        if name not in _TWINS:
+            raise
+        twin, instead = _TWINS[name]
+        _finding.tell(feature, str(error.__cause__), instead)
+        return _finding.load(twin, feature)

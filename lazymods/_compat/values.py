@@ -16,6 +16,7 @@ import jax
 from jax._src import api, core, pjit, sharding_impls, stages
 from jax._src.interpreters import mlir
 from jax._src.random import prng
+from jax.extend.core import set_current_trace
 
 from lazymods._compat.tracing import Recorded, Recorder
 
@@ -45,7 +46,7 @@ def _compiled_call(ordinary: Any) -> Any:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = jax.tree.map(lambda x: _known(x, "a compiled program"), (args, kwargs))
-        with core.set_current_trace(_parent()):
+        with set_current_trace(_parent()):
             return ordinary(self, *args, **kwargs)
 
     return call
@@ -55,7 +56,7 @@ def _set_mesh(ordinary: Any) -> Any:
     """``set_mesh`` is refused where anything is traced."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        with core.set_current_trace(_parent()):
+        with set_current_trace(_parent()):
             ordinary(self, *args, **kwargs)
 
     return init

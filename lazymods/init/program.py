@@ -23,7 +23,6 @@ import numpy as np
 from jax import lax
 
 from lazymods import _compat
-from lazymods._compat import abstract as _compat_abstract
 from lazymods._recipe import Shape
 from lazymods.init import scaling
 from lazymods.state import transfer
@@ -205,7 +204,7 @@ def _read_one(init: Callable[..., Any], shape: Shape, dtype: Any) -> Drawn | Con
 def _read_anew(init: Callable[..., Any], shape: Shape, dtype: Any, drawn_shape: Shape | None = None) -> Reading:
     result = shape if drawn_shape is None else drawn_shape
     try:
-        key, out, operations = _compat_abstract.recorded(lambda key: init(key, shape, dtype), _compat.threefry_dtype())
+        key, out, operations = _compat.abstract.recorded(lambda key: init(key, shape, dtype), _compat.threefry_dtype())
         if np.shape(out) != result or _compat.dtype_of(out) != dtype:
             return _NOTHING
     except Exception:  # whatever is wrong, calling it says it better

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lazymods._compat import abstract as _compat_abstract
+from lazymods import _compat
 from lazymods._compat import tracing
 
 
@@ -36,7 +36,7 @@ class Kind:
         self.params = params
         self.settings = settings
         self.operands = operands
-        results, effects = _compat_abstract.abstract(primitive, operands, params)
+        results, effects = _compat.abstract.abstract(primitive, operands, params)
         self.results = tuple(results)
         self.effects = bool(effects)
 
