@@ -96,9 +96,10 @@ def check_without(cls: type, spared: Callable[[Any, str], bool]) -> dict[str, An
     ``nnx.Pytree``; ``check_pytree``, which runs when a constructor returns, calls it without a ``new_status``. Where
     flax has no such method, nothing is spared.
     """
-    ordinary = getattr(cls, "_check_value", None)
-    if ordinary is None:
-        tell("lm.Lazy layers", "flax.nnx.Pytree has no attribute '_check_value'", "flax's own check of each attribute")
+    try:
+        ordinary = cls._check_value  # type: ignore[attr-defined]
+    except AttributeError as error:
+        tell("the construction of lazy layers", str(error), "flax's own check of each attribute")
         return {}
 
     def check_value(self: Any, key: str, value: Any, new_status: Any) -> None:

@@ -18,14 +18,17 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax._src import api_util, array, config, core, literals, mesh, pjit
+from jax._src import api_util, config, core, literals, pjit
+from jax._src.array import ArrayImpl
+from jax._src.config import eager_constant_folding
 from jax._src.interpreters import ad, batching, pxla
 from jax._src.numpy import indexing
-from jax.core import ShapedArray, Trace, Tracer
+from jax.core import Trace, Tracer
 from jax.extend.core import Jaxpr, Primitive, concrete_or_error, get_opaque_trace_state, set_current_trace
 
 from lazymods._compat.abstract import OperationByOperation
 from lazymods._compat.finding import require
+from lazymods._compat.traces import EVAL
 
 require(Trace, "_weakref", "is_valid")
 require(Tracer, "to_concrete_value", "full_lower")
@@ -34,7 +37,6 @@ require(core.trace_state_strong_ref, "value")
 require(config.enable_x64, "swap_local", "set_local")
 require(core.JaxprEqnContext, "manager")
 require(api_util.InternalFloatingPointError("", ""), "name", "ty")
-require(ShapedArray, "weak_type", "sharding")
 require(core, "escaped_tracer_error", "check_bool_conversion", "check_scalar_conversion", "check_integer_conversion")
 require(core, "current_jaxpr_eqn_context", "pytype_aval_mappings")
 require(pxla, "shard_arg_handlers")
@@ -231,8 +233,8 @@ class Recorder(OperationByOperation):
         self._weakref = world
 
     def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
-        if config.eager_constant_folding.value and not any(isinstance(x, Tracer) for x in tracers):
-            return primitive.bind_with_trace(core.eval_trace, tracers, tuple(map(jax.typeof, tracers)), params)
+        if eager_constant_folding.value and not any(isinstance(x, Tracer) for x in tracers):
+            return primitive.bind_with_trace(EVAL, tracers, tuple(map(jax.typeof, tracers)), params)
         made = self.recording.note(primitive, tracers, params)
         return made if primitive.multiple_results else made[0]
 
@@ -281,8 +283,8 @@ def fits(value: Any, aval: Any) -> bool:
 
 def executed(value: Any) -> Any:
     """Return a number or a numpy array as an array with a value (``EvalTrace.stage_value``)."""
-    with set_current_trace(core.eval_trace):
-        return core.eval_trace.stage_value(value)
+    with set_current_trace(EVAL):
+        return EVAL.stage_value(value)
 
 
 class Settings:
@@ -314,7 +316,10 @@ class Settings:
 
 
 # The mesh of jax.set_mesh, which is not in config.trace_context (in config in jax 0.10.2, in mesh since 0.11.2).
-_MESH: Any = getattr(config, "device_context", None) or vars(mesh)["device_context"]
+try:
+    from jax._src.config import device_context  # type: ignore[attr-defined]
+except ImportError:
+    from jax._src.mesh import device_context  # type: ignore[attr-defined]
 # The settings that matter when a program is run; others have had their effect when its operations were recorded.
 _RUNNING = (config.enable_x64, config.default_device, config.debug_nans, config.debug_infs)
 _trace_context, _NANS, _INFS = config.trace_context, config.debug_nans, config.debug_infs
@@ -333,9 +338,9 @@ def settings() -> Settings:
     """
     global _last  # a tuple that is replaced as one
     context, mesh, nans, infs, found = _last
-    if _trace_context() == context and _MESH.value is mesh and _NANS.value is nans and _INFS.value is infs:
+    if _trace_context() == context and device_context.value is mesh and _NANS.value is nans and _INFS.value is infs:
         return found
-    now = (_trace_context(), _MESH.value, _NANS.value, _INFS.value)
+    now = (_trace_context(), device_context.value, _NANS.value, _INFS.value)
     found = _settings(now)
     _last = (*now, found)
     return found
@@ -372,8 +377,8 @@ def register(cls: type[Recorded]) -> None:
 
 
 def array_type() -> type:
-    """Return the class of arrays that have a value (``jax._src.array.ArrayImpl``)."""
-    return array.ArrayImpl
+    """Return the class of arrays that have a value (``jax._src.ArrayImpl``)."""
+    return ArrayImpl
 
 
 NUMBERS = frozenset({bool, int, float, complex, *literals.typed_scalar_types})
@@ -383,8 +388,8 @@ NUMBERS = frozenset({bool, int, float, complex, *literals.typed_scalar_types})
 def is_number(value: Any) -> bool:
     """Whether an operand is a Python or numpy scalar (``jax._src.literals`` are how jax passes Python's)."""
     kind = type(value)
-    if kind in NUMBERS or kind is array.ArrayImpl:
-        return kind is not array.ArrayImpl
+    if kind in NUMBERS or kind is ArrayImpl:
+        return kind is not ArrayImpl
     return isinstance(value, np.generic) or (isinstance(value, literals.TypedNdArray) and not value.shape)
 
 

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import api, core, pjit, sharding_impls, stages
-from jax._src.interpreters import mlir
+from jax._src import api, core, pjit, stages
+from jax._src.interpreters.mlir import ir_constant, register_constant_handler
 from jax._src.random import prng
 from jax.extend.core import set_current_trace
 
@@ -82,7 +82,7 @@ _HOOKS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (api, "_device_get", _device_get),
     (prng.PRNGKeyArray, "__init__", _key_array),
     (stages.Compiled, "__call__", _compiled_call),
-    (getattr(sharding_impls, "set_mesh", None), "__init__", _set_mesh),
+    (jax.set_mesh, "__init__", _set_mesh),
     (pjit, "_run_python_pjit", _run_python_pjit),
 )
 _LOCK = threading.Lock()
@@ -106,6 +106,6 @@ def register(cls: type[Recorded]) -> None:
     """Let a program have recorded values of a class as constants (``mlir.register_constant_handler``)."""
 
     def constant(val: Any, aval: Any) -> Any:
-        return mlir.ir_constant(val.now("a constant of a program"), aval=aval)
+        return ir_constant(val.now("a constant of a program"), aval=aval)
 
-    mlir.register_constant_handler(cls, constant)
+    register_constant_handler(cls, constant)

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from lazymods import _compat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from lazymods import _compat
 
 X = jax.ShapeDtypeStruct((4, 3), jnp.float32)
 

@@ -29,7 +29,6 @@ from lazymods.state.files.stored import (
     byte_count,
     check_unpacked,
     dtype_named,
-    map_file,
     possible,
     printable,
     read_json,
@@ -139,10 +138,11 @@ class _Tree:
 
 
 def _read_tree(path: Path, file: Path) -> _Tree:
-    data = map_file(file)
+    with open(file, "rb") as opened:
+        data = opened.read(orbax_folder.MAX_METADATA_BYTES + 1)
     if len(data) > orbax_folder.MAX_METADATA_BYTES:
         raise refuse(path, f"a {_TREE} of over {orbax_folder.MAX_METADATA_BYTES:,} bytes", "a description of a tree")
-    metadata = read_json(path, data.tobytes(), _TREE)
+    metadata = read_json(path, data, _TREE)
     entries = metadata.get("tree_metadata") if isinstance(metadata, dict) else None
     if not isinstance(entries, dict):
         raise refuse(path, f"the {_TREE} {printable(repr(metadata))}", 'a JSON object with "tree_metadata"')
