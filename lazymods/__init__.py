@@ -8,6 +8,7 @@ from lazymods._errors import ConfigurationError as ConfigurationError
 from lazymods._errors import LazyError as LazyError
 from lazymods._errors import MissingNameError as MissingNameError
 from lazymods._errors import PendingAttributeError as PendingAttributeError
+from lazymods._errors import SaveError as SaveError
 from lazymods._errors import SerializationError as SerializationError
 from lazymods._errors import ShapeInferenceError as ShapeInferenceError
 from lazymods._errors import StateDictError as StateDictError

@@ -121,6 +121,10 @@ class CheckpointError(LazyError, ValueError):
     """A checkpoint file is not what it claims to be."""
 
 
+class SaveError(CheckpointError, OSError):
+    """A checkpoint could not be written; what was there before still is."""
+
+
 class ConfigurationError(LazyError, TypeError):
     """A layer was constructed with arguments that its signature does not take."""
 
@@ -140,6 +144,7 @@ _PUBLIC = (
     ShapeInferenceError,
     StateDictError,
     CheckpointError,
+    SaveError,
     ConfigurationError,
     SerializationError,
     MissingNameError,

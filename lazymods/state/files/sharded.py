@@ -13,7 +13,7 @@ from typing import Any
 
 from lazymods._errors import CheckpointError, Problem
 from lazymods.state.files.safetensors import open_safetensors
-from lazymods.state.files.stored import Checkpoint, known_as, printable, read_json, refuse
+from lazymods.state.files.stored import Checkpoint, known_as, printable, read_description, read_json, refuse
 from lazymods.state.files.torch_file import open_torch
 
 INDEX_SUFFIX = ".index.json"
@@ -108,11 +108,10 @@ def open_folder(path: Path) -> Checkpoint | None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    with open(path, "rb") as file:
-        data = file.read(MAX_INDEX_BYTES + 1)
+    data = read_description(path, MAX_INDEX_BYTES)
     known = known_as(data[:512])
-    if known or len(data) > MAX_INDEX_BYTES:
-        raise refuse(path, known or f"over {MAX_INDEX_BYTES:,} bytes", "an index of sharded files")
+    if known:
+        raise refuse(path, known, "an index of sharded files")
     index = read_json(path, data, "an index")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):

@@ -254,6 +254,24 @@ def map_file(path: Path) -> Array:
             raise refuse(path, f"{size:,} bytes", needed) from error
 
 
+def read_description(path: Path, limit: int, file: Path | None = None) -> bytes:
+    """Read a whole file that describes others, of a checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: If it is longer than any is, or cannot be read.
+    """
+    file = file or path
+    try:
+        with open(file, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            raw = b"" if size > limit else opened.read(limit + 1)  # it may have grown
+    except OSError as error:
+        raise refuse(path, f"{printable(file.name)}, which cannot be read ({error.strerror})", "a file") from error
+    if max(size, len(raw)) > limit:
+        raise refuse(path, f"{printable(file.name)} of over {limit:,} bytes", "a description of what is stored")
+    return raw
+
+
 def view(data: Array, begin: int, shape: Shape, dtype: np.dtype[Any], order: Literal["C", "F"] = "C") -> Array:
     """Return bytes from ``begin`` on as an array, without a copy, however they are aligned."""
     return np.ndarray(shape, dtype, data[begin : begin + byte_count(shape, dtype)].data, order=order)
