@@ -264,10 +264,10 @@ def read_description(path: Path, limit: int, file: Path | None = None) -> bytes:
     try:
         with open(file, "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
-            raw = b"" if size > limit else opened.read(limit + 1)  # it may have grown
+            raw = b"" if size > limit else opened.read(size)
     except OSError as error:
         raise refuse(path, f"{printable(file.name)}, which cannot be read ({error.strerror})", "a file") from error
-    if max(size, len(raw)) > limit:
+    if size > limit:
         raise refuse(path, f"{printable(file.name)} of over {limit:,} bytes", "a description of what is stored")
     return raw
 
