@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 from lazymods._errors import CheckpointError as CheckpointError
 from lazymods._errors import ConfigurationError as ConfigurationError
 from lazymods._errors import LazyError as LazyError
+from lazymods._errors import MissingNameError as MissingNameError
 from lazymods._errors import PendingAttributeError as PendingAttributeError
+from lazymods._errors import SaveError as SaveError
 from lazymods._errors import SerializationError as SerializationError
 from lazymods._errors import ShapeInferenceError as ShapeInferenceError
 from lazymods._errors import StateDictError as StateDictError
@@ -108,7 +110,12 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"lazymods.{name}")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+    try:
+        value = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+    except MissingNameError as error:
+        if name != "jit":
+            raise
+        value = importlib.import_module("lazymods.compile.plain").jit_without(error)
     globals()[name] = value
     return value
 

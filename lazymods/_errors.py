@@ -121,12 +121,20 @@ class CheckpointError(LazyError, ValueError):
     """A checkpoint file is not what it claims to be."""
 
 
+class SaveError(CheckpointError, OSError):
+    """A checkpoint could not be written; what was there before still is."""
+
+
 class ConfigurationError(LazyError, TypeError):
     """A layer was constructed with arguments that its signature does not take."""
 
 
 class SerializationError(LazyError, pickle.PicklingError):
     """A lazy layer holds something that does not pickle."""
+
+
+class MissingNameError(LazyError, NotImplementedError):
+    """The installed jax or flax lacks a private name that a feature of lazymods needs."""
 
 
 _PUBLIC = (
@@ -136,8 +144,10 @@ _PUBLIC = (
     ShapeInferenceError,
     StateDictError,
     CheckpointError,
+    SaveError,
     ConfigurationError,
     SerializationError,
+    MissingNameError,
 )
 for _error in _PUBLIC:
     _error.__module__ = "lazymods"  # tracebacks show the public name

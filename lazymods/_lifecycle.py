@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lazymods import _compat, _compat_abstract, _graph
+from lazymods import _compat, _graph
 from lazymods._blueprint import Blueprint, Node, Slot, Static
 from lazymods._building import Builder, Mould
 from lazymods._errors import Problem, ShapeInferenceError
@@ -83,7 +83,7 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     level = _compat.home_trace(layer) if abstract else level_of(layer, empty.values())
     with _compat.at_trace(level):
         if abstract:
-            arrays = {p: _compat_abstract.zeros(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}
+            arrays = {p: _compat.abstract.zeros(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}
         elif any(isinstance(k, jax.ShapeDtypeStruct) for v in empty.values() for k in v.recipe.keys):
             # a model that nnx.eval_shape made: abstract keys give abstract parameters
             arrays = {p: jax.ShapeDtypeStruct(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}

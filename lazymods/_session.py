@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lazymods import _compat, _compat_abstract, _first_call, _graph, _hooks, _lifecycle
+from lazymods import _compat, _first_call, _graph, _hooks, _lifecycle
 from lazymods._errors import (
     NOT_TRACEABLE,
     LazyError,
@@ -169,7 +169,7 @@ class Session:
             self.finished = model
             return _arrays_only(output)
 
-        self.output = _compat_abstract.call_abstractly(traced, self._arguments.arrays)
+        self.output = _compat.abstract.call_abstractly(traced, self._arguments.arrays)
 
     def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
@@ -358,7 +358,7 @@ def _forget_keys(roots: list[Any]) -> None:
         if _graph.is_placeholder(variable) and not variable.recipe.is_static:
             recipe = variable.recipe
             source = InitSource(None) if isinstance(recipe.source, InitSource) else recipe.source
-            marker = _compat_abstract.zeros(recipe.stack, np.float32)
+            marker = _compat.abstract.zeros(recipe.stack, np.float32)
             variable.set_raw_value(Recipe(source, *recipe.static()[1:], keys=(marker,)))
 
 

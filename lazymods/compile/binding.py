@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymods import _compat_jit
+from lazymods._compat import jit as _compat_jit
 from lazymods._recipe import Recipe
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.captures import Captured

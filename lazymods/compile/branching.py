@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from lazymods import _compat_jit
+from lazymods._compat import jit as _compat_jit
 from lazymods.compile.metrics import COUNTS
 from lazymods.compile.paths import Paths
 from lazymods.compile.program import OtherSignatureError, signature_of

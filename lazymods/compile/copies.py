@@ -23,7 +23,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lazymods import _compat, _compat_jit, _graph
+from lazymods import _compat, _graph
+from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem
 from lazymods.compile.attributes import has_hidden_state, new_object, slots_of
 from lazymods.compile.picture import Picture, Reads, contents_of, held_by

@@ -30,7 +30,7 @@ from typing import Any, overload
 import jax
 from flax.errors import TraceContextError
 
-from lazymods import _compat_jit
+from lazymods._compat import jit as _compat_jit
 from lazymods._errors import NOT_TRACEABLE, UninitializedError
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter

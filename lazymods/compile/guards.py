@@ -22,7 +22,8 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from lazymods import _compat, _compat_jit
+from lazymods import _compat
+from lazymods._compat import jit as _compat_jit
 from lazymods.compile.attributes import Attributes
 from lazymods.compile.picture import Picture, held_by, input_of, slot_shape
 from lazymods.compile.tokens import Kind, kind_of, token

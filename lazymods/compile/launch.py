@@ -18,7 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymods import _compat, _compat_jit, _compat_tracing
+from lazymods import _compat
+from lazymods._compat import jit as _compat_jit
+from lazymods._compat import tracing as _compat_tracing
 from lazymods.compile.program import OtherSignatureError, Program, getter, has_repeats
 
 _settings, _call, _is, _ref = _compat_tracing.settings, operator.call, operator.is_, weakref.ref

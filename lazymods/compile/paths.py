@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from lazymods import _compat_tracing as tracing
+from lazymods._compat import tracing
 from lazymods._errors import LazyError, Problem
 from lazymods.compile.program import getter
 from lazymods.lazytensor.graph import Cell, Graph, Node, compiled, needed
@@ -247,7 +247,7 @@ class _Recording:
         return len(self.values) + len(self.end.fixed) - 1
 
     def note(self, primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-        """Note one operation (see :class:`lazymods._compat_tracing.Recording`)."""
+        """Note one operation (see :class:`lazymods._compat.tracing.Recording`)."""
         cells = [x.cell if self._is_own(x) else self._fixed(x) for x in inputs]
         node = Node(kind_of(primitive, tuple([c.aval for c in cells]), params, tracing.settings()), cells)
         for cell in node.outputs:

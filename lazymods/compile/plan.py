@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from lazymods import _compat_jit
+from lazymods._compat import jit as _compat_jit
 from lazymods.compile.arguments import Arguments, is_input
 from lazymods.compile.binding import Binding
 from lazymods.compile.branching import BranchingProgram

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 from jax.core import eval_jaxpr
 
-from lazymods import _compat, _compat_jit
+from lazymods import _compat
+from lazymods._compat import jit as _compat_jit
 from lazymods.compile.metrics import COUNTS
 from lazymods.compile.records import Record
 from lazymods.compile.trace import Body

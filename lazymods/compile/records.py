@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from lazymods import _compat, _compat_jit
+from lazymods import _compat
+from lazymods._compat import jit as _compat_jit
 from lazymods.compile.attributes import Attributes, new_object
 from lazymods.compile.copies import Copies, class_of, object_contents
 from lazymods.compile.picture import Picture, Reads, contents_of, held_by, refill

@@ -16,7 +16,9 @@ from typing import Any
 
 import jax
 
-from lazymods import _compat, _compat_jit, _compat_tracing, _first_call, _graph, _lifecycle
+from lazymods import _compat, _first_call, _graph, _lifecycle
+from lazymods._compat import jit as _compat_jit
+from lazymods._compat import tracing as _compat_tracing
 from lazymods.compile.copies import Copies
 from lazymods.compile.picture import Picture, Reads, held_by, with_inputs
 from lazymods.compile.records import Record, describe

@@ -1,7 +1,7 @@
 """From an initializer to a program over elements, if it is one.
 
 An initializer is called once with a key that has no value, and the programs that executing it would run are noted
-(:func:`lazymods._compat_abstract.recorded`). It is a program over elements if one of them draws random bits for all
+(:func:`lazymods._compat.abstract.recorded`). It is a program over elements if one of them draws random bits for all
 elements, and the others follow one after the other, each element by element, with scalars for all else. Two
 initializers, or one at two shapes, that differ in nothing but scalars have equal programs: their kernels are the same.
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lazymods import _compat, _compat_abstract
+from lazymods import _compat
 from lazymods._recipe import Shape
 from lazymods.init import scaling
 from lazymods.state import transfer
@@ -204,7 +204,7 @@ def _read_one(init: Callable[..., Any], shape: Shape, dtype: Any) -> Drawn | Con
 def _read_anew(init: Callable[..., Any], shape: Shape, dtype: Any, drawn_shape: Shape | None = None) -> Reading:
     result = shape if drawn_shape is None else drawn_shape
     try:
-        key, out, operations = _compat_abstract.recorded(lambda key: init(key, shape, dtype), _compat.threefry_dtype())
+        key, out, operations = _compat.abstract.recorded(lambda key: init(key, shape, dtype), _compat.threefry_dtype())
         if np.shape(out) != result or _compat.dtype_of(out) != dtype:
             return _NOTHING
     except Exception:  # whatever is wrong, calling it says it better

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from lazymods import _compat_tracing as tracing
+from lazymods._compat import tracing
 from lazymods._errors import LazyError, Problem
 from lazymods.lazytensor.graph import Cell, Graph, Node, Structure, needed
 from lazymods.lazytensor.kinds import show

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from lazymods import _compat
-from lazymods import _compat_tracing as tracing
+from lazymods._compat import tracing
 from lazymods.compile.cache import Cache, CacheInfo, resized
 from lazymods.lazytensor import metrics
 from lazymods.lazytensor.graph import Cell, Graph, Structure, compiled

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from lazymods import _compat_tracing as tracing
+from lazymods._compat import tracing
 from lazymods.lazytensor.kinds import Key, Kind, key_of
 
 

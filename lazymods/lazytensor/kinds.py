@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from lazymods import _compat_abstract
-from lazymods import _compat_tracing as tracing
+from lazymods import _compat
+from lazymods._compat import tracing
 
 
 class Kind:
@@ -36,7 +36,7 @@ class Kind:
         self.params = params
         self.settings = settings
         self.operands = operands
-        results, effects = _compat_abstract.abstract(primitive, operands, params)
+        results, effects = _compat.abstract.abstract(primitive, operands, params)
         self.results = tuple(results)
         self.effects = bool(effects)
 

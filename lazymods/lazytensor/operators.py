@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lazymods import _compat_tracing as tracing
+from lazymods._compat import tracing
 from lazymods.lazytensor.kinds import Kind
 from lazymods.lazytensor.trace import LazyTensor, Session
 

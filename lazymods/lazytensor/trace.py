@@ -21,9 +21,7 @@ from typing import Any
 import jax
 
 from lazymods import _compat
-from lazymods import _compat_calls as calls
-from lazymods import _compat_tracing as tracing
-from lazymods import _compat_values as values
+from lazymods._compat import calls, tracing, values
 from lazymods.lazytensor import executor, metrics
 from lazymods.lazytensor.graph import Cell, Graph, Node, needed
 from lazymods.lazytensor.kinds import kind_of
@@ -114,7 +112,7 @@ class Session:
     # ------------------------------------------------------------ what the recorder tells
 
     def note(self, primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
-        """Note one operation (see :class:`lazymods._compat_tracing.Recording`)."""
+        """Note one operation (see :class:`lazymods._compat.tracing.Recording`)."""
         settings = tracing.settings()
         if primitive is jax.lax.slice_p:
             primitive, inputs, params = _from_where_it_starts(inputs[0], params)
@@ -126,7 +124,7 @@ class Session:
         return self.add(kind_of(primitive, tuple(map(tracing.aval_of, operands)), params, settings), operands)
 
     def add(self, kind: Any, operands: Sequence[Any]) -> list[LazyTensor]:
-        """Add an operation (see :class:`lazymods._compat_calls.CallRecording`).
+        """Add an operation (see :class:`lazymods._compat.calls.CallRecording`).
 
         This is most of what recording costs, so it does the work of :meth:`Graph.add` itself, without a Node.
         """
@@ -177,7 +175,7 @@ class Session:
         return self._graph
 
     def noted(self, before: int, operands: Sequence[Any], results: Sequence[Any]) -> Any:
-        """Return the kind of what was noted (see :class:`lazymods._compat_calls.CallRecording`)."""
+        """Return the kind of what was noted (see :class:`lazymods._compat.calls.CallRecording`)."""
         added = self.pending[before:]
         if len(added) != 1 or len(added[0].inputs) != len(operands):
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import warnings
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -214,7 +215,13 @@ def _is_spread(value: np.ndarray[Any, Any]) -> bool:
     return value.size > 1 and not any(value.strides)
 
 
+_SCALE = re.compile(r"scale|zero_?point|absmax|quant_state", re.IGNORECASE)
+
+
 def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], file: Checkpoint) -> None:
+    """Warn of quantized weights that go into wider floats, or whose scales the model has no place for."""
+    scales = [name for name in entries if name not in places and _SCALE.search(name)]
+    owners = {name.rpartition(".")[0] for name in scales}
     suspects = [
         name
         for name, value in entries.items()
@@ -223,12 +230,13 @@ def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], 
         and value.dtype.itemsize == 1
         and value.dtype != bool
         and name in places
-        and _is_wider_float(places[name].value)
+        and (_is_wider_float(places[name].value) or name.rpartition(".")[0] in owners)
     ]
     if suspects:
         shown = ", ".join(suspects[:3]) + (f" and {len(suspects) - 3} more" if len(suspects) > 3 else "")
-        what = "hold 8-bit numbers, as quantized weights do, and are loaded without scales"
-        text = f"{printable(file.path.name)}: {printable(shown)} {what}"
+        what = "hold numbers of 8 bits or less, as quantized weights do, and are loaded without scales"
+        left = f"; the file has {printable(', '.join(scales[:3]))}" if scales else ""
+        text = f"{printable(file.path.name)}: {printable(shown)} {what}{left}"
         warnings.warn(text, stacklevel=3)
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from lazymods._errors import CheckpointError, LazyError, Problem, one_line
+from lazymods._errors import CheckpointError, LazyError, Problem, SaveError, one_line
 from lazymods.state.exchange import exchange
 from lazymods.state.files.stored import printable
 
@@ -38,10 +38,6 @@ _MARK = "lazymods"
 _LOCK, _NEW, _OLD = "lock", "new", "old"  # what a room holds
 _BINARY = getattr(os, "O_BINARY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-
-
-class SaveError(CheckpointError, OSError):
-    """A checkpoint could not be written; what was there before still is."""
 
 
 def cannot_write(path: Path, error: Exception) -> SaveError:
@@ -309,8 +305,12 @@ class Room:
             os.rename(self.new, self.path)  # fails if a folder with anything in it has come there
             return True
         checked = os.lstat(self.path)
+        is_empty = stat.S_ISDIR(checked.st_mode) and not os.listdir(self.path)
         check(self.path)
         _copy_permissions(self.path, self.new)
+        if is_empty:
+            os.rename(self.new, self.path)  # fails if anything has come into it
+            return True
         if exchange(self.new, self.path):
             self._check_taken(checked, check)
             return True

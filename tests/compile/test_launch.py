@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lazymods as lm
-from lazymods import _compat_jit
+from lazymods._compat import jit as _compat_jit
 from tests.helpers import array
 
 X = array(4, 4)

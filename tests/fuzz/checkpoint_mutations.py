@@ -5,12 +5,16 @@ A case is a number: the same seed and number give the same file. Opening it and 
 ``outcome_of`` says which, and raises what is a fault.
 """
 
+import contextlib
 import io
 import json
+import os
 import random
 import re
 import shutil
 import struct
+import threading
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -332,6 +336,44 @@ def edit_file(rng: random.Random, name: str, raw: bytes) -> bytes:
     return edit_bytes(rng, raw)
 
 
+# ---------------------------------------------------------------- what is no ordinary file
+
+
+def put_no_file(rng: random.Random, path: Path) -> None:
+    """Put something in the place of a folder's file that is none, or not of the size that it says."""
+    raw = path.read_bytes()
+    match rng.randrange(6):
+        case 0:
+            path.unlink()
+            os.mkfifo(path)
+        case 1:
+            path.unlink()
+            targets = ["/dev/zero", "/dev/null", "/dev/tty", "nowhere", path.name, "..", "/proc/self/mem"]
+            path.symlink_to(rng.choice(targets))
+        case 2:  # to another file of the folder, or to a copy, as in Hugging Face's cache
+            other = rng.choice([p for p in path.parent.rglob("*") if p.is_file()])
+            other.with_name("copy").write_bytes(raw) if rng.random() < 0.5 else None
+            path.unlink()
+            path.symlink_to("copy" if path.with_name("copy").exists() else other if other != path else "nowhere")
+        case 3:  # a sparse file
+            os.truncate(path, len(raw) + rng.choice([1, 4096, 1 << 30, 1 << 40, 1 << 43]))
+        case 4:
+            path.unlink()
+            path.mkdir()
+        case 5:
+            threading.Thread(target=_grow, args=(path, rng.randbytes(1000)), daemon=True).start()
+
+
+def _grow(path: Path, raw: bytes) -> None:
+    """Let a file grow while it is read."""
+    with contextlib.suppress(OSError), open(path, "r+b") as file:
+        file.seek(0, os.SEEK_END)
+        for _ in range(2000):
+            file.write(raw)
+            file.flush()
+            os.stat(path)  # until it is removed
+
+
 # ---------------------------------------------------------------- cases
 
 
@@ -351,6 +393,8 @@ def write_case(seed: int, number: int, good: dict[str, Tree], folder: Path) -> t
     for name, raw in tree.items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(raw)
+    if len(tree) > 1 and rng.random() < 0.3:
+        put_no_file(rng, path / rng.choice(list(tree)))
     return kind, path if len(good[kind]) > 1 else path / next(iter(tree))
 
 
@@ -390,7 +434,9 @@ def takes(path: Path) -> bool:
     )
     before = lm.state_dict(model)
     try:
-        lm.load(model, path, strict=False)
+        with warnings.catch_warnings():  # of a file whose names are damaged
+            warnings.filterwarnings("ignore", ".*nothing was loaded, no name fits the model", UserWarning)
+            lm.load(model, path, strict=False)
     except lm.LazyError:
         after = lm.state_dict(model)
         assert list(after) == list(before), "other parameters"

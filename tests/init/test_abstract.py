@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from lazymods import _compat_abstract
+from lazymods import _compat
 
 X = jax.ShapeDtypeStruct((4, 3), jnp.float32)
 
@@ -89,7 +89,7 @@ def kinds(tree: Any) -> Any:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_shapes_are_those_of_eval_shape(name: str) -> None:
     program = PROGRAMS[name]
-    assert kinds(_compat_abstract.call_abstractly(program, X)) == kinds(jax.eval_shape(program, X))
+    assert kinds(_compat.abstract.call_abstractly(program, X)) == kinds(jax.eval_shape(program, X))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -97,7 +97,7 @@ def test_shapes_are_found_inside_other_traces(name: str) -> None:
     program, seen = PROGRAMS[name], []
 
     def outer(y: Any) -> Any:
-        seen.append(kinds(_compat_abstract.call_abstractly(lambda x: (program(x), y), X)))
+        seen.append(kinds(_compat.abstract.call_abstractly(lambda x: (program(x), y), X)))
         return y
 
     jax.jit(outer)(jnp.float32(1))
@@ -119,17 +119,17 @@ def test_arithmetic_gives_the_shapes_and_dtypes_of_eval_shape(data: st.DataObjec
         except (TypeError, ValueError) as error:
             return type(error), str(error)
 
-    assert outcome(_compat_abstract.call_abstractly) == outcome(jax.eval_shape)
+    assert outcome(_compat.abstract.call_abstractly) == outcome(jax.eval_shape)
 
 
 def test_arithmetic_asks_jax_where_that_may_refuse() -> None:
     row = jax.ShapeDtypeStruct((3,), jnp.float32)
     with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match="rank"):
-        _compat_abstract.call_abstractly(lambda pair: pair[0] + pair[1], (X, row))
+        _compat.abstract.call_abstractly(lambda pair: pair[0] + pair[1], (X, row))
     weak = jax.ShapeDtypeStruct((4, 3), jnp.float32, weak_type=True)
-    assert _compat_abstract.call_abstractly(lambda pair: pair[0] * pair[1], (weak, weak)).weak_type
+    assert _compat.abstract.call_abstractly(lambda pair: pair[0] * pair[1], (weak, weak)).weak_type
     with jax.disable_jit():
-        assert kinds(_compat_abstract.call_abstractly(lambda x: x + x, X)) == ((4, 3), jnp.float32, False)
+        assert kinds(_compat.abstract.call_abstractly(lambda x: x + x, X)) == ((4, 3), jnp.float32, False)
 
 
 def test_a_decision_on_a_value_is_refused_as_under_jit() -> None:
@@ -137,11 +137,11 @@ def test_a_decision_on_a_value_is_refused_as_under_jit() -> None:
         return x if x.sum() > 0 else -x
 
     with pytest.raises(jax.errors.TracerBoolConversionError):
-        _compat_abstract.call_abstractly(decide, X)
+        _compat.abstract.call_abstractly(decide, X)
     with pytest.raises(jax.errors.TracerArrayConversionError):
-        _compat_abstract.call_abstractly(np.asarray, X)
+        _compat.abstract.call_abstractly(np.asarray, X)
 
 
 def test_an_error_of_shapes_is_that_of_jax() -> None:
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions to have the same shape"):
-        _compat_abstract.call_abstractly(lambda x: x @ x, X)
+        _compat.abstract.call_abstractly(lambda x: x @ x, X)

@@ -13,7 +13,7 @@ import pytest
 from jax.core import Tracer
 
 import lazymods as lm
-from lazymods import _compat_calls as calls
+from lazymods._compat import calls
 
 lt = lm.lazytensor
 pjit: Any = calls.pjit

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.core import Tracer
 
 import lazymods as lm
-from lazymods import _compat_calls as calls
+from lazymods._compat import calls
 from lazymods.lazytensor import operators
 
 lt = lm.lazytensor

@@ -11,6 +11,7 @@ Written for what Orbax 0.5 to 0.12 writes; the tests write with the Orbax that i
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,9 +30,9 @@ from lazymods.state.files.stored import (
     byte_count,
     check_unpacked,
     dtype_named,
-    map_file,
     possible,
     printable,
+    read_description,
     read_json,
     refuse,
 )
@@ -91,8 +92,10 @@ def refuse_to_replace(path: Path) -> str | None:
     """Say why a folder must not be replaced: because it is no checkpoint, or holds something that Orbax did not write.
 
     Returns:
-        What it is, or None if it is a checkpoint that can be opened, and nothing else.
+        What it is, or None if it is a checkpoint that can be opened, and nothing else, or has nothing in it.
     """
+    if is_empty(path):
+        return "the working directory" if os.path.samefile(path, os.curdir) else None
     if not is_orbax(path):
         return "a folder that is no Orbax checkpoint"
     try:
@@ -104,6 +107,12 @@ def refuse_to_replace(path: Path) -> str | None:
         return f"an Orbax folder that does not open ({problem.where}: {problem.got})"
     stranger = orbax_folder.stranger_in(path, folder, arrays)
     return None if stranger is None else f"a checkpoint's folder with something else in it, {printable(stranger)}"
+
+
+def is_empty(path: Path) -> bool:
+    """Whether a folder has nothing in it."""
+    with os.scandir(path) as entries:
+        return next(entries, None) is None
 
 
 def _item_folder(path: Path) -> Path:
@@ -139,10 +148,7 @@ class _Tree:
 
 
 def _read_tree(path: Path, file: Path) -> _Tree:
-    data = map_file(file)
-    if len(data) > orbax_folder.MAX_METADATA_BYTES:
-        raise refuse(path, f"a {_TREE} of over {orbax_folder.MAX_METADATA_BYTES:,} bytes", "a description of a tree")
-    metadata = read_json(path, data.tobytes(), _TREE)
+    metadata = read_json(path, read_description(path, orbax_folder.MAX_METADATA_BYTES, file), _TREE)
     entries = metadata.get("tree_metadata") if isinstance(metadata, dict) else None
     if not isinstance(entries, dict):
         raise refuse(path, f"the {_TREE} {printable(repr(metadata))}", 'a JSON object with "tree_metadata"')

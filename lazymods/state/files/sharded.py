@@ -13,7 +13,7 @@ from typing import Any
 
 from lazymods._errors import CheckpointError, Problem
 from lazymods.state.files.safetensors import open_safetensors
-from lazymods.state.files.stored import Checkpoint, known_as, map_file, printable, read_json, refuse
+from lazymods.state.files.stored import Checkpoint, known_as, printable, read_description, read_json, refuse
 from lazymods.state.files.torch_file import open_torch
 
 INDEX_SUFFIX = ".index.json"
@@ -27,6 +27,7 @@ _READERS: dict[str, Callable[[Path], Checkpoint]] = {
     ".pt": open_torch,
     ".pth": open_torch,
 }
+_PICKLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin")  # others, as training_args.bin, hold no parameters
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
@@ -74,8 +75,8 @@ def open_index(path: Path) -> Checkpoint:
 def open_folder(path: Path) -> Checkpoint | None:
     """Open a Hugging Face folder; None if it is none.
 
-    It is opened by its index, else its ``model.safetensors``, else its only ``*.safetensors``, else the PyTorch files
-    ``pytorch_model.bin.index.json`` or ``pytorch_model.bin``.
+    It is opened by its index, else its ``model.safetensors``, else its only ``*.safetensors``, else PyTorch's files:
+    ``pytorch_model.bin.index.json``, or its only ``*.bin.index.json``, or a ``.bin`` of a name in ``_PICKLES``.
 
     Raises:
         CheckpointError: If several files would do, or the file is not what it should be.
@@ -89,7 +90,8 @@ def open_folder(path: Path) -> Checkpoint | None:
         (indices, open_index),
         (files, open_safetensors),
         ([n for n in names if n == f"pytorch_model.bin{INDEX_SUFFIX}"], open_index),
-        ([n for n in names if n == "pytorch_model.bin"], open_torch),
+        ([n for n in names if n.endswith(f".bin{INDEX_SUFFIX}")], open_index),
+        ([n for n in names if n in _PICKLES], open_torch),
     ):
         if len(candidates) > 1:
             shown = ", ".join(candidates[:8]) + (", ..." if len(candidates) > 8 else "")
@@ -106,11 +108,11 @@ def open_folder(path: Path) -> Checkpoint | None:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    data = map_file(path)
-    known = known_as(data[:512].tobytes())
-    if known or len(data) > MAX_INDEX_BYTES:
-        raise refuse(path, known or f"over {MAX_INDEX_BYTES:,} bytes", "an index of sharded files")
-    index = read_json(path, data.tobytes(), "an index")
+    data = read_description(path, MAX_INDEX_BYTES)
+    known = known_as(data[:512])
+    if known:
+        raise refuse(path, known, "an index of sharded files")
+    index = read_json(path, data, "an index")
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict):
         raise refuse(path, printable(repr(index)), 'a JSON object with a "weight_map" from tensor to file')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import mmap
 import os
@@ -235,11 +236,40 @@ def texts_as_array(texts: Mapping[str, str]) -> Array:
 
 
 def map_file(path: Path) -> Array:
-    """Map a whole file, read-only; the map outlives the file's name. An empty file gives no bytes."""
+    """Map a whole file, read-only; the map outlives the file's name. An empty file gives no bytes.
+
+    Raises:
+        CheckpointError: If it is larger than what this process can address.
+    """
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
             return np.zeros(0, np.uint8)
-        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        try:
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            needed = "a file that this process can map whole (ulimit -v limits it), which takes no memory"
+            raise refuse(path, f"{size:,} bytes", needed) from error
+
+
+def read_description(path: Path, limit: int, file: Path | None = None) -> bytes:
+    """Read a whole file that describes others, of a checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: If it is longer than any is, or cannot be read.
+    """
+    file = file or path
+    try:
+        with open(file, "rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            raw = b"" if size > limit else opened.read(size)
+    except OSError as error:
+        raise refuse(path, f"{printable(file.name)}, which cannot be read ({error.strerror})", "a file") from error
+    if size > limit:
+        raise refuse(path, f"{printable(file.name)} of over {limit:,} bytes", "a description of what is stored")
+    return raw
 
 
 def view(data: Array, begin: int, shape: Shape, dtype: np.dtype[Any], order: Literal["C", "F"] = "C") -> Array:

@@ -196,11 +196,25 @@ def test_hooks_see_arrays_and_may_rename(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, ml_dtypes.float8_e4m3fn])
 def test_quantized_weights_without_scales_are_warned_of(tmp_path: Path, dtype: Any) -> None:
     path = write(tmp_path, kernel=np.ones((3, 4), dtype), bias=np.ones(4, np.float32))
-    with pytest.warns(UserWarning, match=r"w\.safetensors: kernel hold 8-bit numbers"):
+    with pytest.warns(UserWarning, match=r"w\.safetensors: kernel hold numbers of 8 bits"):
         lm.load(lm.LazyLinear(4, rngs=nnx.Rngs(0)), path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         lm.load(nnx.Dict(kernel=nnx.Param(jnp.zeros((3, 4), dtype))), path, strict=False)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.int4])
+def test_scales_that_are_left_over_are_warned_of(tmp_path: Path, dtype: Any) -> None:
+    """Also where the model holds the narrow numbers themselves, and with strict=False."""
+    path = tmp_path / "w.npz"  # which holds 4 bits as well
+    held = nnx.Dict(fc=nnx.Dict(kernel=nnx.Param(jnp.ones((3, 4), dtype)), scale=nnx.Param(jnp.ones(4))))
+    lm.save(held, path)
+    narrow = nnx.Dict(fc=nnx.Dict(kernel=nnx.Param(jnp.zeros((3, 4), dtype))))
+    with pytest.warns(UserWarning, match=r"fc\.kernel hold numbers .* without scales; the file has fc\.scale"):
+        assert lm.load(narrow, path, strict=False).unexpected == ["fc.scale"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm.load(held, path)
 
 
 @pytest.mark.parametrize("progress, shown", [(True, True), (False, False), (None, False)])

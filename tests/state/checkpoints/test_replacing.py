@@ -1,11 +1,14 @@
 """What a save may replace, how it does it, and what is left of one that failed or was killed."""
 
+import errno
 import fcntl
 import os
 import resource
 import stat
+import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +103,40 @@ THINGS = [
 ]
 
 
+def test_an_empty_folder_may_be_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As tempfile.mkdtemp makes one; it keeps its mode."""
+    path = tmp_path / "made"
+    path.mkdir(mode=0o700)
+    lm.save(model(1.0), path)
+    assert value_at(path) == 1.0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert os.listdir(tmp_path) == ["made"]
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(lm.CheckpointError, match="the working directory"):
+        lm.save(model(1.0), ".")
+
+
+def test_what_comes_into_an_empty_folder_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "made"
+    path.mkdir()
+
+    def written_meanwhile(old: Path, new: Path) -> None:
+        (path / "thesis.txt").write_text("precious")
+
+    monkeypatch.setattr(replacing, "_copy_permissions", written_meanwhile)
+    with pytest.raises(lm.CheckpointError, match="no Orbax checkpoint"):
+        lm.save(model(1.0), path)
+    assert everything_in(tmp_path).keys() == {"made", "made/thesis.txt"}
+    assert (path / "thesis.txt").read_text() == "precious"
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("make", THINGS, ids=lambda f: f.__name__)
 def test_what_is_there_is_not_harmed(tmp_path: Path, make: Any, suffix: str) -> None:
     path = tmp_path / f"there{suffix}"
+    if not suffix and make is empty_folder:
+        pytest.skip("an empty folder may be filled by a folder")
     if suffix and make in (checkpoint_with_notes, checkpoint_with_a_link, damaged_checkpoint):
         make(tmp_path / "there")
         (tmp_path / "there").rename(path)
@@ -192,6 +225,47 @@ def test_a_file_that_may_not_grow_leaves_the_old_one(tmp_path: Path, suffix: str
     assert isinstance(caught.value, OSError)
     assert value_at(path) == 1.0
     assert os.listdir(tmp_path) == [path.name]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 200 kB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", path], capture_output=True).returncode:
+        pytest.skip("only a superuser may mount a file system")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", path], check=True)  # loaded arrays may still be mapped
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # see above
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_full_disk_leaves_the_old_one(disk: Path, suffix: str) -> None:
+    path = disk / f"m{suffix}"
+    lm.save(model(1.0), path)
+    with pytest.raises(lm.SaveError, match="No space left on device") as caught:
+        lm.save(model(2.0, 100_000), path)
+    assert caught.value.errno == errno.ENOSPC
+    assert value_at(path) == 1.0
+    assert os.listdir(disk) == [path.name]
+    lm.save(model(3.0), path)
+    assert value_at(path) == 3.0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # see above
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_folder_that_is_read_only(disk: Path, suffix: str) -> None:
+    path = disk / f"m{suffix}"
+    lm.save(model(1.0), path)
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+    for target in (path, disk / f"other{suffix}"):
+        with pytest.raises(lm.SaveError, match="Read-only file system") as caught:
+            lm.save(model(2.0), target)
+        assert caught.value.errno == errno.EROFS
+    assert value_at(path) == 1.0
+    assert os.listdir(disk) == [path.name]
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

@@ -1,7 +1,8 @@
-"""The private names of jax that running without values needs: traces that see shapes and operations alone.
+"""Running without values: traces that see shapes and operations alone.
 
-Seen to work with jax 0.10.2, 0.11.2 and 0.12.0, unless it says otherwise. With :mod:`lazymods._compat` this is the
-only place that touches private names.
+Subclasses ``Trace`` and ``Tracer`` of ``jax.core``; private is what they override, and what is called beside it:
+``Primitive.abstract_eval``, ``WrappedFun.call_wrapped``, ``jax._src.core.shaped_abstractify``. Seen to work with jax
+0.10.2, 0.11.2 and 0.12.0, unless it says otherwise. Without them :mod:`lazymods._compat.plain_abstract` is used.
 """
 
 from __future__ import annotations
@@ -12,10 +13,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import core
+from jax._src.core import EvalTrace, shaped_abstractify
+from jax.core import ShapedArray, Trace, Tracer
+from jax.extend.core import Primitive, set_current_trace
+from jax.extend.linear_util import WrappedFun
+
+from lazymods._compat.fast_traces import current_trace
+from lazymods._compat.finding import require
+
+_NESTED = ("process_custom_jvp_call", "process_custom_vjp_call")  # and process_call, until jax 0.11
+require(Trace, "process_primitive", "stage_value", "invalidate", *_NESTED)
+require(EvalTrace, "process_shard_map")
+require(Tracer, "_trace", "aval", "_short_repr")
+require(Primitive, "abstract_eval")
+require(WrappedFun, "call_wrapped")
 
 
-class _Abstract(core.Tracer):
+class _Abstract(Tracer):
     """A value without a value: shape and dtype alone."""
 
     __slots__ = ()
@@ -26,7 +40,7 @@ class _Abstract(core.Tracer):
     def _elementwise(self, other: Any) -> Any:
         """Return what arithmetic with another value gives, if that is plain to see; else None."""
         trace: Any = self._trace  # type: ignore[attr-defined]
-        if type(other) is not _Abstract or other._trace is not trace or core.trace_ctx.trace is not trace:
+        if type(other) is not _Abstract or other._trace is not trace or current_trace() is not trace:
             return None
         one: Any = self.aval
         two: Any = other.aval
@@ -40,7 +54,7 @@ class _Abstract(core.Tracer):
 
 def _arithmetic(name: str) -> Any:
     """Return an operator that spares JAX its tracing of ``jnp.add`` and the like at every shape that it has not met."""
-    ordinary = getattr(core.Tracer, name)
+    ordinary = getattr(Tracer, name)
 
     def operator(self: Any, other: Any) -> Any:
         known = self._elementwise(other)
@@ -53,13 +67,13 @@ for _name in ("__add__", "__sub__", "__mul__", "__truediv__"):
     setattr(_Abstract, _name, _arithmetic(_name))
 
 
-class OperationByOperation(core.Trace):
+class OperationByOperation(Trace):
     """A trace that sees the operations within functions that have rules of their own, as executing them does."""
 
     __slots__ = ()
 
     def _inside(self, fun: Any, tracers: Any) -> Any:
-        with core.set_current_trace(self):
+        with set_current_trace(self):
             return fun.call_wrapped(*tracers)
 
     def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
@@ -88,8 +102,8 @@ class _AbstractTrace(OperationByOperation):
     __slots__ = ()
 
     def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
-        with core.set_current_trace(self):
-            avals, effects = abstract(primitive, list(map(core.typeof, tracers)), params)
+        with set_current_trace(self):
+            avals, effects = abstract(primitive, list(map(jax.typeof, tracers)), params)
         made = [_Abstract(self, aval) for aval in avals]
         self.note(primitive, tracers, params, made, effects)
         return made if primitive.multiple_results else made[0]
@@ -104,7 +118,7 @@ class _AbstractTrace(OperationByOperation):
         found: list[Any] = []  # a tree of JAX's own
 
         def bind(*args: Any) -> None:
-            found.append(core.trace_ctx.trace.process_shard_map(primitive, fun, args, **params).map(core.typeof))
+            found.append(current_trace().process_shard_map(primitive, fun, args, **params).map(jax.typeof))
 
         jax.eval_shape(bind, *tracers)
         return found[0].map(lambda aval: _Abstract(self, aval))
@@ -128,18 +142,18 @@ class _Recorder(_AbstractTrace):
 def call_abstractly(fun: Callable[..., Any], specs: Any) -> Any:
     """Find the shapes and dtypes that ``fun`` returns for those of a pytree, as ``jax.eval_shape`` does.
 
-    Subclasses ``jax._src.core.Trace`` and ``Tracer``; calls ``Primitive.abstract_eval``, ``core.set_current_trace``,
-    ``core.typeof`` and ``core.shaped_abstractify``. (jax 0.10.2, 0.11.2 and 0.12.0)
+    Subclasses ``jax.core.Trace`` and ``Tracer``; calls ``Primitive.abstract_eval``, ``set_current_trace``,
+    ``jax.typeof`` and ``shaped_abstractify``. (jax 0.10.2, 0.11.2 and 0.12.0)
     """
 
     def spec(value: Any) -> jax.ShapeDtypeStruct:
-        aval = core.typeof(value)
+        aval = jax.typeof(value)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
     trace = _AbstractTrace()
-    values = jax.tree.map(lambda x: _Abstract(trace, core.shaped_abstractify(x)), specs)
+    values = jax.tree.map(lambda x: _Abstract(trace, shaped_abstractify(x)), specs)
     try:
-        with core.set_current_trace(trace):
+        with set_current_trace(trace):
             return jax.tree.map(spec, fun(values))
     finally:
         trace.invalidate()
@@ -147,24 +161,24 @@ def call_abstractly(fun: Callable[..., Any], specs: Any) -> Any:
 
 def zeros(shape: Sequence[int], dtype: Any) -> Any:
     """Return zeros in the current trace; where nothing is computed, without asking JAX what their shape will be."""
-    trace = core.trace_ctx.trace
+    trace = current_trace()
     if type(trace) is _AbstractTrace and not jnp.issubdtype(dtype, jax.dtypes.extended):
-        return _Abstract(trace, core.ShapedArray(tuple(shape), np.dtype(dtype)))
+        return _Abstract(trace, ShapedArray(tuple(shape), np.dtype(dtype)))
     return jax.lax.full(shape, 0, dtype)
 
 
 def recorded(fun: Callable[[Any], Any], dtype: Any) -> tuple[Any, Any, list[tuple[Any, Sequence[Any], Any, list[Any]]]]:
     """Call ``fun`` with a scalar that has no value, and note which programs executing it would run, one by one.
 
-    ``jax.make_jaxpr`` does not tell: it takes ``jax.jit(..., inline=True)`` apart. Subclasses ``jax._src.core.Trace``
-    and ``Tracer``; calls ``Primitive.abstract_eval`` and ``jax._src.core.typeof``. (jax 0.10.2 and 0.12.0)
+    ``jax.make_jaxpr`` does not tell: it takes ``jax.jit(..., inline=True)`` apart. Subclasses ``jax.core.Trace``
+    and ``Tracer``; calls ``Primitive.abstract_eval`` and ``jax._src.jax.typeof``. (jax 0.10.2 and 0.12.0)
 
     Returns:
         The scalar, what ``fun`` returned, and of every operation primitive, inputs, parameters and outputs.
     """
     trace = _Recorder()
-    scalar = _Abstract(trace, core.ShapedArray((), dtype))
-    with core.set_current_trace(trace):
+    scalar = _Abstract(trace, ShapedArray((), dtype))
+    with set_current_trace(trace):
         out = fun(scalar)
     trace.invalidate()
     return scalar, out, trace.operations

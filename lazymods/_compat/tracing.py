@@ -1,7 +1,7 @@
-"""The private names of jax that recording needs: a trace that notes operations instead of running them.
+"""Recording: a trace that notes operations instead of running them.
 
-Seen to work with jax 0.10.2, 0.11.2 and 0.12.0, unless it says otherwise. With :mod:`lazymods._compat` and its other
-parts this is the only place that touches private names.
+There is no public way: where a private name is gone, lazy tensors are, and decisions on values in ``lm.jit``. Seen to
+work with jax 0.10.2, 0.11.2 and 0.12.0, unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -18,21 +18,39 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax._src import api_util, array, config, core, literals, mesh, pjit
+from jax._src import api_util, config, core, literals, pjit
+from jax._src.array import ArrayImpl
+from jax._src.config import eager_constant_folding
 from jax._src.interpreters import ad, batching, pxla
 from jax._src.numpy import indexing
+from jax.core import Trace, Tracer
+from jax.extend.core import Jaxpr, Primitive, concrete_or_error, get_opaque_trace_state, set_current_trace
 
-from lazymods._compat_abstract import OperationByOperation
+from lazymods._compat.abstract import OperationByOperation
+from lazymods._compat.finding import require
+from lazymods._compat.traces import EVAL
+
+require(Trace, "_weakref", "is_valid")
+require(Tracer, "to_concrete_value", "full_lower")
+require(Primitive, "bind_with_trace", "ref_allocating")
+require(core.trace_state_strong_ref, "value")
+require(config.enable_x64, "swap_local", "set_local")
+require(core.JaxprEqnContext, "manager")
+require(api_util.InternalFloatingPointError("", ""), "name", "ty")
+require(core, "escaped_tracer_error", "check_bool_conversion", "check_scalar_conversion", "check_integer_conversion")
+require(core, "current_jaxpr_eqn_context", "pytype_aval_mappings")
+require(pxla, "shard_arg_handlers")
+require(literals, "TypedNdArray")
 
 # What a function of jax asks of a tracer while it only looks, as jnp.power does at its exponent, is answered with None.
 # These need the value, and would have it if they were executed: (jax 0.10.2, 0.11.2 and 0.12.0)
 _NEEDING: dict[Any, str] = {
-    core.Tracer.__bool__: "bool",  # of a tracer of grad or vmap around a recorded value
-    core.Tracer.__int__: "int",
-    core.Tracer.__index__: "int",
-    core.Tracer.__hex__: "int",
-    core.Tracer.__oct__: "int",
-    core.concrete_or_error: "an argument that has to be known",
+    Tracer.__bool__: "bool",  # of a tracer of grad or vmap around a recorded value
+    Tracer.__int__: "int",
+    Tracer.__index__: "int",
+    Tracer.__hex__: "int",
+    Tracer.__oct__: "int",
+    concrete_or_error: "an argument that has to be known",
     core.EvalTrace.process_primitive: "an operation that is executed",
     pjit._run_python_pjit: "an operation that is executed",
     indexing.NDIndexer.expand_bool_indices: "a boolean index",
@@ -74,14 +92,14 @@ class Recording(Protocol):
         ...
 
 
-class Recorded(core.Tracer):
+class Recorded(Tracer):
     """A value that was noted and not computed: shape and dtype, and what its recording keeps in ``cell``.
 
     There is one for a cell; when Python drops it, ``cell.held`` becomes False.
     """
 
     __slots__ = ("cell",)
-    recorder: Any = core.Tracer.__dict__["_trace"]  # the slot, by a public name
+    recorder: Any = Tracer.__dict__["_trace"]  # the slot, by a public name
 
     def __init__(self, trace: Recorder, aval: Any, cell: Any) -> None:
         self._trace = trace
@@ -190,7 +208,7 @@ class _SameWorld(weakref.ref[Any]):
         return self is other
 
 
-_TRACE_STATE_EQ = type(core.get_opaque_trace_state()).__eq__.__code__
+_TRACE_STATE_EQ = type(get_opaque_trace_state()).__eq__.__code__
 _worlds: weakref.WeakKeyDictionary[Any, _SameWorld] = weakref.WeakKeyDictionary()
 
 
@@ -200,7 +218,7 @@ class Recorder(OperationByOperation):
     Args:
         recording: What notes the operations.
 
-    Subclasses ``jax._src.core.Trace``; calls ``Primitive.abstract_eval`` and ``core.typeof``.
+    Subclasses ``jax.core.Trace``; calls ``Primitive.abstract_eval`` and ``jax.typeof``.
     """
 
     __slots__ = ("parent", "recording")
@@ -215,8 +233,8 @@ class Recorder(OperationByOperation):
         self._weakref = world
 
     def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
-        if config.eager_constant_folding.value and not any(isinstance(x, core.Tracer) for x in tracers):
-            return primitive.bind_with_trace(core.eval_trace, tracers, tuple(map(core.typeof, tracers)), params)
+        if eager_constant_folding.value and not any(isinstance(x, Tracer) for x in tracers):
+            return primitive.bind_with_trace(EVAL, tracers, tuple(map(jax.typeof, tracers)), params)
         made = self.recording.note(primitive, tracers, params)
         return made if primitive.multiple_results else made[0]
 
@@ -230,14 +248,14 @@ class Recorder(OperationByOperation):
             made.append(primitive.bind(*operands, subfuns=(fun,), **params))
             return list(made[0])
 
-        with core.set_current_trace(self):  # one operation: a jitted function of what is mapped
+        with set_current_trace(self):  # one operation: a jitted function of what is mapped
             out = jax.jit(staged)(*tracers)
         return made[0].update(out)
 
 
 def at(trace: Any) -> Any:
-    """Return a context in which operations go to ``trace`` (``jax._src.core.set_current_trace``)."""
-    return core.set_current_trace(trace)
+    """Return a context in which operations go to ``trace`` (``jax.extend.core.set_current_trace``)."""
+    return set_current_trace(trace)
 
 
 def current() -> Any:
@@ -246,8 +264,8 @@ def current() -> Any:
 
 
 def aval_of(value: Any) -> Any:
-    """Return shape, dtype and weak type of a value (``jax._src.core.typeof``)."""
-    return core.typeof(value)
+    """Return shape, dtype and weak type of a value (``jax.typeof``)."""
+    return jax.typeof(value)
 
 
 def fits(value: Any, aval: Any) -> bool:
@@ -256,7 +274,7 @@ def fits(value: Any, aval: Any) -> bool:
     An array that is spread over a mesh has the mesh in its type, and what a program will give is known to be spread
     only when it has run. As long as no axis of the mesh is explicit, operations do not depend on it.
     """
-    found: Any = core.typeof(value)
+    found: Any = jax.typeof(value)
     if found == aval:
         return True
     same = found.shape == aval.shape and found.dtype == aval.dtype and found.weak_type == aval.weak_type
@@ -265,8 +283,8 @@ def fits(value: Any, aval: Any) -> bool:
 
 def executed(value: Any) -> Any:
     """Return a number or a numpy array as an array with a value (``EvalTrace.stage_value``)."""
-    with core.set_current_trace(core.eval_trace):
-        return core.eval_trace.stage_value(value)
+    with set_current_trace(EVAL):
+        return EVAL.stage_value(value)
 
 
 class Settings:
@@ -298,7 +316,10 @@ class Settings:
 
 
 # The mesh of jax.set_mesh, which is not in config.trace_context (in config in jax 0.10.2, in mesh since 0.11.2).
-_MESH: Any = getattr(config, "device_context", None) or vars(mesh)["device_context"]
+try:
+    from jax._src.config import device_context  # type: ignore[attr-defined]
+except ImportError:
+    from jax._src.mesh import device_context  # type: ignore[attr-defined]
 # The settings that matter when a program is run; others have had their effect when its operations were recorded.
 _RUNNING = (config.enable_x64, config.default_device, config.debug_nans, config.debug_infs)
 _trace_context, _NANS, _INFS = config.trace_context, config.debug_nans, config.debug_infs
@@ -317,9 +338,9 @@ def settings() -> Settings:
     """
     global _last  # a tuple that is replaced as one
     context, mesh, nans, infs, found = _last
-    if _trace_context() == context and _MESH.value is mesh and _NANS.value is nans and _INFS.value is infs:
+    if _trace_context() == context and device_context.value is mesh and _NANS.value is nans and _INFS.value is infs:
         return found
-    now = (_trace_context(), _MESH.value, _NANS.value, _INFS.value)
+    now = (_trace_context(), device_context.value, _NANS.value, _INFS.value)
     found = _settings(now)
     _last = (*now, found)
     return found
@@ -343,7 +364,7 @@ def public_errors() -> Iterator[None]:
 def register(cls: type[Recorded]) -> None:
     """Let jax know recorded values of a class by the class itself.
 
-    ``jax.device_put`` takes them (``pxla.shard_arg_handlers``), and ``core.typeof``, which is asked 1,000 times in a
+    ``jax.device_put`` takes them (``pxla.shard_arg_handlers``), and ``jax.typeof``, which is asked 1,000 times in a
     step, does not look through their base classes (``core.pytype_aval_mappings``).
     """
 
@@ -356,8 +377,8 @@ def register(cls: type[Recorded]) -> None:
 
 
 def array_type() -> type:
-    """Return the class of arrays that have a value (``jax._src.array.ArrayImpl``)."""
-    return array.ArrayImpl
+    """Return the class of arrays that have a value (``jax._src.ArrayImpl``)."""
+    return ArrayImpl
 
 
 NUMBERS = frozenset({bool, int, float, complex, *literals.typed_scalar_types})
@@ -367,8 +388,8 @@ NUMBERS = frozenset({bool, int, float, complex, *literals.typed_scalar_types})
 def is_number(value: Any) -> bool:
     """Whether an operand is a Python or numpy scalar (``jax._src.literals`` are how jax passes Python's)."""
     kind = type(value)
-    if kind in NUMBERS or kind is array.ArrayImpl:
-        return kind is not array.ArrayImpl
+    if kind in NUMBERS or kind is ArrayImpl:
+        return kind is not ArrayImpl
     return isinstance(value, np.generic) or (isinstance(value, literals.TypedNdArray) and not value.shape)
 
 
@@ -376,7 +397,7 @@ def owned(value: Any) -> Any:
     """Return an operand as what Python cannot change later: numpy arrays are copied."""
     if not isinstance(value, (np.ndarray, literals.TypedNdArray)) or is_number(value):
         return value
-    return executed(value) if core.typeof(value).weak_type else np.array(value)  # numpy has no weak types
+    return executed(value) if jax.typeof(value).weak_type else np.array(value)  # numpy has no weak types
 
 
 def bind(primitive: Any, inputs: Sequence[Any], params: dict[str, Any], context: Any) -> Sequence[Any]:
@@ -386,7 +407,7 @@ def bind(primitive: Any, inputs: Sequence[Any], params: dict[str, Any], context:
     return out if primitive.multiple_results else [out]
 
 
-_JAXPRS = tuple({core.Jaxpr, getattr(core, "ClosedJaxpr", core.Jaxpr)})  # one class since jax 0.12
+_JAXPRS = tuple({Jaxpr, getattr(core, "ClosedJaxpr", Jaxpr)})  # one class since jax 0.12
 
 
 def is_jaxpr(value: Any) -> bool:
@@ -395,5 +416,5 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """Return a jaxpr and its constants (``core.ClosedJaxpr`` has them until jax 0.11, ``core.Jaxpr`` since 0.12)."""
+    """Return a jaxpr and its constants (``core.ClosedJaxpr`` has them until jax 0.11, ``Jaxpr`` since 0.12)."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())

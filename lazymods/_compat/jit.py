@@ -1,6 +1,8 @@
-"""Private names of jax and flax that ``lm.jit`` needs; kept beside ``_compat``, which would be too long with them.
+"""What ``lm.jit`` needs: writes that flax tells of, keys without operations, programs without their look at arguments.
 
-Each entry names what it reaches for. Seen to work: jax 0.10.2, 0.12.0 and flax 0.12.8, 0.12.12.
+Private: ``jax._src.core.trace_state_strong_ref``, ``config.trace_context``, ``ArrayImpl``, ``PRNGKeyArray``,
+``random_wrap``, ``source_info_util.current``, ``dispatch.needs_check_special``, ``pxla.ExecuteReplicated``, and the
+attributes of these below. Seen to work with jax 0.10.2, 0.12.0 and flax 0.12.8, 0.12.12.
 """
 
 from __future__ import annotations
@@ -10,25 +12,42 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax._src import config, core, dispatch, source_info_util
 from jax._src.array import ArrayImpl
-from jax._src.interpreters import pxla
+from jax._src.config import trace_context as _trace_context
+from jax._src.core import trace_state_strong_ref
+from jax._src.dispatch import needs_check_special
+from jax._src.interpreters.partial_eval import DynamicJaxprTrace
+from jax._src.interpreters.pxla import ExecuteReplicated
 from jax._src.random.prng import PRNGKeyArray, random_wrap
+from jax._src.source_info_util import current as current_source
 from jax.experimental.layout import Format
-from jax.extend.core import get_opaque_trace_state
+from jaxlib._jax import ExecuteResults
 
-from lazymods._compat import STATE
+from lazymods._compat.births import OpaqueState, opaque_of, opaque_of_own, reference_of, set_opaque, state_of
+from lazymods._compat.fast_traces import current_trace
+from lazymods._compat.finding import require, tell
+from lazymods._compat.objects import STATE
+from lazymods._compat.objects import new_state as new_state
+from lazymods._compat.traces import EVAL as EVAL
+from lazymods._compat.variables import SET_RAW as SET_RAW
+from lazymods._compat.variables import raw_values as raw_values
 
-ARRAY: type = ArrayImpl  # the class of arrays that have values, ``jax._src.array.ArrayImpl``
-KEY: type = PRNGKeyArray  # the class of arrays of typed keys, ``jax._src.random.prng.PRNGKeyArray``
+require(trace_state_strong_ref, "value")
+require(PRNGKeyArray, "_base_array", "_impl")
+require(ArrayImpl, "aval", "_sharding", "_committed", "_pjrt_layout")
+require(ExecuteResults, "consume_with_handlers")
+require(DynamicJaxprTrace, "to_jaxpr_tracer")
+require(nnx.Variable, "_check_can_update")
+require(nnx.Pytree, "_check_valid_context")
 
-TRACE = core.trace_state_strong_ref  # TRACE.value is the trace that operations go to: half the price of trace_ctx
-EVAL = core.eval_trace
+ARRAY: type = ArrayImpl  # the class of arrays that have values
+KEY: type = PRNGKeyArray  # the class of arrays of typed keys
+TRACE = trace_state_strong_ref  # TRACE.value is the trace that operations go to: half the price of trace_ctx
 
 
 def trace_context() -> Any:
     """Return all settings that a trace depends on, hashable (``jax._src.config.trace_context``)."""
-    return config.trace_context()
+    return _trace_context()
 
 
 def key_parts(key: Any) -> tuple[Any, Any]:
@@ -59,7 +78,7 @@ def as_input(value: Any) -> Any:
 
     Calls ``DynamicJaxprTrace.to_jaxpr_tracer``. The array is among the ``consts`` of what ``jax.make_jaxpr`` returns.
     """
-    return core.trace_ctx.trace.to_jaxpr_tracer(value, source_info_util.current())  # type: ignore[attr-defined]
+    return current_trace().to_jaxpr_tracer(value, current_source())  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------- objects
@@ -83,7 +102,7 @@ class Watch:
         cls.mark = object()
 
 
-class _Watched(type(get_opaque_trace_state(convention="nnx"))):
+class _Watched(OpaqueState):
     """The trace in which an nnx object was born, told when flax is about to write to the object.
 
     Flax compares it with the current trace before each assignment, to an attribute of an object or to a Variable. It is
@@ -101,13 +120,13 @@ class _Watched(type(get_opaque_trace_state(convention="nnx"))):
 
 
 def watch(node: Any, graph: Any = None) -> None:
-    """Have writes to an nnx object or Variable noted; keep ``graph`` with it (``TraceState._jax_trace``)."""
-    state = node._trace_state if isinstance(node, nnx.Variable) else vars(node)[STATE]._trace_state
-    before = state._jax_trace
+    """Have writes to an nnx object or Variable noted; keep ``graph`` with it."""
+    state = state_of(node)
+    before = opaque_of(state)
     if type(before) is not _Watched:
-        state._jax_trace = _Watched(before._trace_ref)
+        set_opaque(state, _Watched(reference_of(before)))
     if graph is not None:
-        state._jax_trace.graph = graph  # type: ignore[attr-defined]
+        opaque_of(state).graph = graph
 
 
 _attribute = object.__getattribute__
@@ -120,7 +139,7 @@ def attributes(node: Any) -> dict[str, Any]:
 
 def kept_graph(node: Any) -> Any:
     """Return what :func:`watch` keeps with an nnx object; None if there is nothing."""
-    return getattr(_attribute(node, "__dict__")[STATE]._trace_state._jax_trace, "graph", None)
+    return getattr(opaque_of_own(_attribute(node, "__dict__")[STATE]), "graph", None)
 
 
 def check_update(node: Any) -> None:
@@ -137,26 +156,6 @@ def is_of_another_trace(error: Exception) -> bool:
     By the text that flax gives it (a ValueError of ``flax.nnx.extract``, or a TraceContextError).
     """
     return "different trace level" in str(error)
-
-
-def new_state() -> Any:
-    """Return what flax keeps under ``_compat.STATE`` in a new object (``nnx.pytreelib.PytreeState``)."""
-    return nnx.pytreelib.PytreeState()
-
-
-# ---------------------------------------------------------------- Variables
-
-SET_RAW: Callable[[Any, Any], None] = nnx.Variable._raw_value.__set__  # type: ignore[attr-defined]  # the slot itself
-
-
-def set_metadata_dict(variable: Any, metadata: dict[str, Any]) -> None:
-    """Set a Variable's own metadata dict (slot ``_var_metadata``)."""
-    object.__setattr__(variable, "_var_metadata", metadata)
-
-
-def raw_values(variables: Sequence[Any]) -> list[Any]:
-    """Return the values of Variables as they are (slot ``_raw_value``)."""
-    return [v._raw_value for v in variables]
 
 
 # ---------------------------------------------------------------- compiled programs
@@ -194,14 +193,22 @@ def executable_of(jitted: Any, *args: Any) -> Executable | None:
     ``jax._src.pjit._get_fastpath_data``, by ``Compiled._executable`` and ``Compiled._params``).
     """
     compiled = jitted.lower(*args).compile()
+    try:
+        formats = jax.tree.leaves(compiled.input_formats, is_leaf=lambda x: isinstance(x, Format))
+        return _direct(compiled, formats)
+    except AttributeError as error:
+        tell("the calls of lm.jit", str(error), "jax.jit's own look at each argument")
+        return None
+
+
+def _direct(compiled: Any, formats: Sequence[Any]) -> Executable | None:
     call = compiled._executable.unsafe_call
-    if type(call) is not pxla.ExecuteReplicated or call.ordered_effects or call.has_unordered_effects:
+    if type(call) is not ExecuteReplicated or call.ordered_effects or call.has_unordered_effects:
         return None
     if call.has_host_callbacks or call.mut or call.pgle_profiler or compiled._params.const_args:
         return None
-    if dispatch.needs_check_special():
+    if needs_check_special():
         return None
-    formats = jax.tree.leaves(compiled.input_formats, is_leaf=lambda x: isinstance(x, Format))
     return Executable(formats, call.xla_executable.execute_sharded, call.out_handler.handlers)
 
 

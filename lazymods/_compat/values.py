@@ -13,11 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import api, core, pjit, sharding_impls, stages
-from jax._src.interpreters import mlir
+from jax._src import api, core, pjit, stages
+from jax._src.interpreters.mlir import ir_constant, register_constant_handler
 from jax._src.random import prng
+from jax.extend.core import set_current_trace
 
-from lazymods._compat_tracing import Recorded, Recorder
+from lazymods._compat.tracing import Recorded, Recorder
 
 
 def _known(value: Any, reason: str) -> Any:
@@ -45,7 +46,7 @@ def _compiled_call(ordinary: Any) -> Any:
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = jax.tree.map(lambda x: _known(x, "a compiled program"), (args, kwargs))
-        with core.set_current_trace(_parent()):
+        with set_current_trace(_parent()):
             return ordinary(self, *args, **kwargs)
 
     return call
@@ -55,7 +56,7 @@ def _set_mesh(ordinary: Any) -> Any:
     """``set_mesh`` is refused where anything is traced."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        with core.set_current_trace(_parent()):
+        with set_current_trace(_parent()):
             ordinary(self, *args, **kwargs)
 
     return init
@@ -81,7 +82,7 @@ _HOOKS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (api, "_device_get", _device_get),
     (prng.PRNGKeyArray, "__init__", _key_array),
     (stages.Compiled, "__call__", _compiled_call),
-    (getattr(sharding_impls, "set_mesh", None), "__init__", _set_mesh),
+    (jax.set_mesh, "__init__", _set_mesh),
     (pjit, "_run_python_pjit", _run_python_pjit),
 )
 _LOCK = threading.Lock()
@@ -105,6 +106,6 @@ def register(cls: type[Recorded]) -> None:
     """Let a program have recorded values of a class as constants (``mlir.register_constant_handler``)."""
 
     def constant(val: Any, aval: Any) -> Any:
-        return mlir.ir_constant(val.now("a constant of a program"), aval=aval)
+        return ir_constant(val.now("a constant of a program"), aval=aval)
 
-    mlir.register_constant_handler(cls, constant)
+    register_constant_handler(cls, constant)

@@ -23,14 +23,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax._src import array, config, core, pjit, tree_util
+from jax._src import pjit
+from jax._src.array import ArrayImpl
+from jax._src.config import eager_constant_folding, no_tracing
+from jax._src.core import trace_state_strong_ref
 from jax._src.lib import jax_jit
 from jax._src.numpy import ufunc_api
+from jax._src.tree_util import tracing_registry
+from jax.extend.core import Jaxpr
 
-from lazymods._compat_tracing import Recorded, Recorder, Recording, open_jaxpr, settings
+from lazymods._compat.finding import require
+from lazymods._compat.tracing import Recorded, Recorder, Recording, open_jaxpr, settings
 
-_CURRENT: Any = core.trace_state_strong_ref  # whose value is the trace to which operations go
+_CURRENT: Any = trace_state_strong_ref  # whose value is the trace to which operations go
 _MOST = 1 << 13
 _NUMBERS = frozenset({bool, int, float, complex, *(np.dtype(code).type for code in "?bBhHiIlLefdFD")})
 
@@ -83,7 +90,7 @@ class _Call(pjit.PjitParams):
 
     def keep(self, kind: Any) -> None:
         """Put it into the cache, if it is not out of date already."""
-        self.kind, self.tree = kind, None if tree_util.treedef_is_leaf(self.out_tree) else self.out_tree
+        self.kind, self.tree = kind, None if jax.tree_util.treedef_is_leaf(self.out_tree) else self.out_tree
         if self.witness() is not None:
             _add(self.key, self)
 
@@ -133,7 +140,7 @@ def _key(trace: Any, called: int, operands: Sequence[Any], signature: Any = None
             key.append(x.aval)
             continue
         kind = type(x)
-        if kind is array.ArrayImpl:
+        if kind is ArrayImpl:
             key.append(x.aval)
         elif kind is float or (kind in _NUMBERS and (kind is not int or -(1 << 31) <= x < 1 << 31)):
             key.append(kind)
@@ -158,7 +165,7 @@ def _infer_params(ordinary: Any) -> Any:
         if key is None or ji.static_argnums or ji.static_argnames:
             signature, operands = jax_jit.parse_arguments(
                 *(args, tuple(kwargs.values()), tuple(kwargs)),
-                *(ji.static_argnums, ji.static_argnames, tree_util.tracing_registry),
+                *(ji.static_argnums, ji.static_argnames, tracing_registry),
             )
             key = _key(trace, id(ji), operands, signature)
             if key is None:
@@ -171,7 +178,7 @@ def _infer_params(ordinary: Any) -> Any:
         # It closes over recorded values, has types for which jax does not keep it, depends on a mesh that is not in the
         # key, or may be executed at once.
         high = open_jaxpr(p.params["jaxpr"])[0].is_high
-        if p.consts or high or ji.use_resource_env or config.eager_constant_folding.value:
+        if p.consts or high or ji.use_resource_env or eager_constant_folding.value:
             return p, operands
         call = _Call(*p)
         call.key, call.info, call.witness = key, ji, witness
@@ -213,7 +220,7 @@ def _around(jitted: Any) -> Any:
         @functools.wraps(ordinary)
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             trace = _CURRENT.value
-            if type(trace) is CallRecorder and not kwargs and not config.no_tracing.value:
+            if type(trace) is CallRecorder and not kwargs and not no_tracing.value:
                 key = _key(trace, id(self), args)
                 known = _calls.get(key)
                 if known is None and key is not None:
@@ -257,7 +264,15 @@ def _of_custom_jvp(self: Any) -> Any:
     return self.fun if self.jvp and not self.nondiff_argnums else None
 
 
-_JITTED: Any = type(jax.jit(_nobody))
+_example: Any = jax.jit(_nobody)
+_JITTED: Any = type(_example)
+require(_example, "_jit_info")
+require(_example._jit_info, "static_argnums", "static_argnames", "use_resource_env")
+require(pjit.PjitParams, "consts", "params", "out_tree")
+require(jax_jit, "parse_arguments")
+require(jnp.add, "_ufunc__static_props")
+require(jax.custom_jvp, "nondiff_argnums")
+require(Jaxpr, "is_high")
 _HOOKS: tuple[tuple[Any, str, tuple[str, ...], Any], ...] = (
     (pjit, "_infer_params", ("fun", "ji", "args", "kwargs"), _infer_params),
     (pjit, "_run_python_pjit", ("p", "args_flat", "fun", "args", "kwargs"), _run_python_pjit),

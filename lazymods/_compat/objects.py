@@ -1,0 +1,148 @@
+"""nnx objects: made without their constructors, of another class than they had, with other attributes.
+
+An nnx object keeps two things for flax among its attributes: ``STATE``, with the trace in which it was born, and
+``NODES``, which of its attributes are data. Their names and classes are found in an object that has nothing else.
+Seen with flax 0.12.8, 0.12.10 and 0.12.12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import nnx
+
+from lazymods._compat.finding import tell
+
+
+class _Blank(nnx.Module):
+    """What it holds, flax gave it."""
+
+
+class _Opaque(nnx.Module, pytree=False):
+    """An nnx class whose instances are no pytrees."""
+
+
+def _names() -> tuple[str, str, str]:
+    held = vars(_Blank())
+    [nodes] = [name for name, value in held.items() if isinstance(value, Mapping)]
+    [state] = [name for name in held if name != nodes]
+    [is_pytree] = [name for name, value in vars(_Blank).items() if value is True and vars(_Opaque).get(name) is False]
+    return state, nodes, is_pytree
+
+
+try:
+    STATE, NODES, _IS_PYTREE = _names()
+except ValueError:
+    raise AttributeError("flax.nnx objects hold other things than a state and the names of data") from None
+
+_new_state: Any = type(vars(_Blank())[STATE])
+_mapping: Any = type(vars(_Blank())[NODES])
+
+
+def new_state() -> Any:
+    """Return what flax keeps under ``STATE`` in a new object."""
+    return _new_state()
+
+
+def data_names(node: Any) -> dict[str, bool]:
+    """Return which attributes of an nnx object are data ."""
+    return dict(getattr(node, NODES))
+
+
+def set_data_names(node: Any, names: dict[str, bool]) -> None:
+    """Say which attributes of an nnx object are data; one mapping is shared while it is unchanged."""
+    if dict(getattr(node, NODES, {})) != names or NODES not in vars(node):
+        object.__setattr__(node, NODES, _mapping(names, copy=False))
+
+
+def forget_data_name(node: Any, name: str) -> None:
+    """Say nothing any more of whether an attribute of an nnx object is data."""
+    if name in getattr(node, NODES):
+        set_data_names(node, {k: v for k, v in data_names(node).items() if k != name})
+
+
+def share_data_names(node: Any, names: Mapping[str, bool]) -> None:
+    """Say which attributes of an nnx object are data, by a mapping that others share: it is never changed."""
+    object.__setattr__(node, NODES, names)
+
+
+def mapping_of_names(names: dict[str, bool]) -> Mapping[str, bool]:
+    """Return what :func:`share_data_names` takes."""
+    return _mapping(names, copy=False)
+
+
+def new_object(cls: type, data: Mapping[str, Any] | None = None, static: Mapping[str, Any] | None = None) -> Any:
+    """Make an nnx object without running its constructor, as ``nnx.Pytree``'s metaclass begins to.
+
+    Args:
+        cls: Its class.
+        data: Attributes that are data.
+        static: Attributes that are not.
+    """
+    node = object.__new__(cls)
+    object.__setattr__(node, STATE, _new_state())
+    object.__setattr__(node, NODES, getattr(cls, NODES))
+    if data is not None and static is not None:
+        vars(node).update(static, **data)
+        set_data_names(node, data_names(node) | dict.fromkeys(static, False) | dict.fromkeys(data, True))
+    return node
+
+
+def check_without(cls: type, spared: Callable[[Any, str], bool]) -> dict[str, Any]:
+    """Return methods for a subclass of ``cls`` that spare some attributes of a new object flax's check of each.
+
+    Flax searches every value for arrays, which takes longer than to make the object. Overrides ``_check_value`` of
+    ``nnx.Pytree``; ``check_pytree``, which runs when a constructor returns, calls it without a ``new_status``. Where
+    flax has no such method, nothing is spared.
+    """
+    try:
+        ordinary = cls._check_value  # type: ignore[attr-defined]
+    except AttributeError as error:
+        tell("the construction of lazy layers", str(error), "flax's own check of each attribute")
+        return {}
+
+    def check_value(self: Any, key: str, value: Any, new_status: Any) -> None:
+        if new_status is not None or not spared(self, key):
+            ordinary(self, key, value, new_status)
+
+    return {"_check_value": check_value}
+
+
+def set_class(node: Any, cls: type) -> None:
+    """Change an object's class so that its GraphDef equals that of an object constructed as ``cls``."""
+    object.__setattr__(node, "__class__", cls)
+
+
+def set_attributes(node: Any, attributes: dict[str, Any]) -> None:
+    """Give an object all its attributes at once: other threads see the old ones or the new ones, whole."""
+    object.__setattr__(node, "__dict__", dict(attributes))
+
+
+def put_in_front(front: type, cls: type, name: str, namespace: dict[str, Any]) -> Any:
+    """Make a class as if its bases were ``(front, cls)`` whose instances can become ``cls``, whatever bases that has.
+
+    Python lets an object change between classes of one layout, and takes the layout from the first base. So that is
+    ``cls`` here, and the order in which methods are found is given by a metaclass. ``front`` has ``nnx.Module`` as its
+    only base, and ``cls`` is one.
+    """
+
+    def mro(self: type) -> list[type]:
+        return [self, front, *cls.__mro__] if self.__bases__ == (cls, front) else type.mro(self)
+
+    kind = type(cls)
+    meta: Any = type(kind.__name__, (kind,), {"mro": mro, "__module__": kind.__module__})
+    return meta(name, (cls, front), namespace, pytree=is_pytree(cls))
+
+
+def is_pytree(cls: type) -> bool:
+    """Whether instances of an nnx class are JAX pytrees."""
+    return getattr(cls, _IS_PYTREE)
+
+
+def inherit_data_names(cls: type) -> None:
+    """Let a class know the data attributes of all its bases: ``Pytree.__init_subclass__`` takes those of the first."""
+    names: dict[str, bool] = {}
+    for base in reversed(cls.__mro__):
+        names.update(vars(base).get(NODES, {}))
+    setattr(cls, NODES, _mapping(names, copy=False))

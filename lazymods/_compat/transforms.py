@@ -1,0 +1,71 @@
+"""The nnx transforms that are running, and what they do to their arguments.
+
+Seen with flax 0.12.8, 0.12.10 and 0.12.12. Without these names :mod:`lazymods._compat.any_transform` takes their place.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx import graphlib
+from flax.nnx.transforms import iteration
+
+from lazymods._compat.finding import require
+
+require(graphlib.GRAPH_CONTEXT, "update_context_stacks")
+require(graphlib.UpdateContext, "inner_ref_outer_index", "static_cache")
+require(iteration.VmapFn, "in_axes")
+require(iteration.PmapFn, "in_axes")
+
+
+def carrying_transforms(node: Any) -> list[Any]:
+    """Return the tags of the nnx transforms that will carry changes of ``node`` to the object outside.
+
+    Reads ``graphlib.GRAPH_CONTEXT.update_context_stacks`` and each context's ``inner_ref_outer_index``.
+    """
+    tags = []
+    for tag, stack in graphlib.GRAPH_CONTEXT.update_context_stacks.items():
+        if any(c.inner_ref_outer_index is not None and node in c.inner_ref_outer_index for c in stack):
+            tags.append(tag)
+    return tags
+
+
+def fixed_structure(node: Any) -> str | None:
+    """Name a running nnx transform that has ``node`` as an argument and whose arguments must keep their structure.
+
+    Those are nnx.custom_vjp (context tags ``custom_vjp_...``) and nnx.cached_partial (contexts with a static cache).
+    """
+    for tag, stack in graphlib.GRAPH_CONTEXT.update_context_stacks.items():
+        holding = [c for c in stack if c.inner_ref_outer_index is not None and node in c.inner_ref_outer_index]
+        if holding and isinstance(tag, str) and tag.startswith("custom_vjp_"):
+            return "nnx.custom_vjp"
+        if any(c.static_cache for c in holding):
+            return "nnx.cached_partial"
+    return None
+
+
+def transforms_running() -> bool:
+    """Whether any nnx transform is running that carries changes (``GRAPH_CONTEXT.update_context_stacks``)."""
+    return bool(graphlib.GRAPH_CONTEXT.update_context_stacks)
+
+
+def mapping_axes(node: Any) -> list[Any]:
+    """Return the axes over which the running nnx.vmap and nnx.pmap calls map the arguments that hold ``node``.
+
+    Looks for the frames of ``iteration.VmapFn.__call__`` and ``PmapFn.__call__``; reads ``self.in_axes``, ``args``.
+    """
+    codes = {iteration.VmapFn.__call__.__code__, iteration.PmapFn.__call__.__code__}
+    found = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in codes and "args" in frame.f_locals:
+            axes, args = frame.f_locals["self"].in_axes, frame.f_locals["args"]
+            each = axes if isinstance(axes, (tuple, list)) else (axes,) * len(args)
+            for axis, arg in zip(each, args, strict=True):
+                if any(n is node for _, n in nnx.iter_graph(arg)):
+                    found += list(axis.axes) if isinstance(axis, nnx.StateAxes) else jax.tree.leaves(axis)
+        frame = frame.f_back
+    return [axis for axis in found if axis is not None]

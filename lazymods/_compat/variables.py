@@ -1,0 +1,76 @@
+"""The parts of a Variable, without what its methods do besides.
+
+A Variable has three slots: its value, its metadata, and the trace in which it was born. They are found by what they
+hold in a new one, not by their names. Seen with flax 0.12.8, 0.12.10 and 0.12.12.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+
+def _slots() -> tuple[Any, Any, Any]:
+    """Return the slots of a Variable: value, metadata, and the trace in which it was born."""
+    value = object()
+    new: Any = nnx.Variable(value, hijax=False, ref=False)
+    slots = [m for m in vars(nnx.Variable).values() if isinstance(m, types.MemberDescriptorType)]
+    [raw] = [s for s in slots if s.__get__(new) is value]
+    [metadata] = [s for s in slots if type(s.__get__(new)) is dict]
+    [birth] = [s for s in slots if s is not raw and s is not metadata]
+    return raw, metadata, birth
+
+
+try:
+    RAW, METADATA, BIRTH = _slots()
+except ValueError:
+    raise AttributeError("flax.nnx.Variable has other slots than value, metadata and trace") from None
+
+SET_RAW: Callable[[Any, Any], None] = RAW.__set__
+"""Set the value of a Variable, and nothing besides."""
+
+raw_metadata: Callable[[Any], dict[str, Any]] = METADATA.__get__
+"""Return a Variable's own metadata dict."""
+
+_get_raw, _new_birth = RAW.__get__, type(BIRTH.__get__(nnx.Variable(0, hijax=False, ref=False)))
+
+
+def new_variable(cls: type[nnx.Variable[Any]], raw: Any, metadata: dict[str, Any]) -> Any:
+    """Make a Variable without running its constructor."""
+    variable = object.__new__(cls)
+    BIRTH.__set__(variable, _new_birth())
+    METADATA.__set__(variable, metadata)
+    RAW.__set__(variable, raw)
+    return variable
+
+
+def value_of(variable: nnx.Variable[Any]) -> Any:
+    """Return ``variable.get_value()``, without the copy if it is an array that no hook changes."""
+    ordinary = type(variable).get_value is nnx.Variable.get_value and "on_get_value" not in raw_metadata(variable)
+    raw = _get_raw(variable) if ordinary else None
+    return raw if isinstance(raw, jax.Array) and not isinstance(raw, jax.Ref) else variable.get_value()
+
+
+def raw_values(variables: Any) -> list[Any]:
+    """Return the values of Variables as they are."""
+    return list(map(_get_raw, variables))
+
+
+def write_variable(variable: Any, cls: type, raw: Any, metadata: dict[str, Any]) -> None:
+    """Set class, value and metadata of a Variable, from whatever trace is current."""
+    RAW.__set__(variable, raw)
+    METADATA.__set__(variable, metadata)
+    object.__setattr__(variable, "__class__", cls)
+
+
+NOT_GIVEN: Any = 0  # for nnx.use_eager_sharding: as False, and tells what a Variable was not given from False
+
+
+def default_metadata() -> dict[str, Any]:
+    """Return the metadata that flax gives every Variable made now (``Variable.required_metadata``)."""
+    defaults = nnx.var_defaults()
+    return {"hijax": defaults.hijax, "ref": defaults.ref, "eager_sharding": nnx.using_eager_sharding()}
