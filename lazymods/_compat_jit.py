@@ -162,6 +162,16 @@ def raw_values(variables: Sequence[Any]) -> list[Any]:
 # ---------------------------------------------------------------- compiled programs
 
 
+def info_of(aval: Any, donated: bool) -> jax.stages.ArgInfo:
+    """Return what jax tells of one argument of a traced function (``jax.stages.ArgInfo``, by its private field)."""
+    return jax.stages.ArgInfo(aval, donated)
+
+
+def aval_of_info(info: jax.stages.ArgInfo) -> Any:
+    """Return the type in what :func:`info_of` returned (``ArgInfo._aval``)."""
+    return info._aval
+
+
 class Executable:
     """What ``jax.jit`` compiled, to be run without its look at each argument.
 

@@ -119,6 +119,11 @@ class Splitter:
         rebuild = _Rebuild(leaves, treedef, kinds)
         return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.names)
 
+    def without_statics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call without those that are static."""
+        named = {k: v for k, v in kwargs.items() if k not in self.names}
+        return tuple(a for i, a in enumerate(args) if i not in self.positions), named
+
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Any) -> None:
         for path, value in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_whole):
             if value is leaf:

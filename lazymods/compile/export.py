@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from lazymods._errors import LazyError, Problem
-from lazymods.compile.lowering import trace_only
+from lazymods.compile.lowering import staged
 from lazymods.compile.tokens import Kind, kind_of
 
 
@@ -40,7 +40,9 @@ def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), *
     """
     from jax import export as jax_export  # jax imports it on request only
 
-    program, leaves, inputs = trace_only(fn_or_module, args, kwargs)
+    with staged(fn_or_module).traced(args, kwargs) as (program, call):
+        inputs = call.inputs
+        leaves = [call.leaves[n] for n in program.leaf_numbers(inputs)]
     name = getattr(fn_or_module, "__qualname__", None) or type(fn_or_module).__qualname__
     if not program.record.returns_arrays:
         raise LazyError(

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import jax
@@ -48,13 +48,14 @@ from lazymods.compile.plan import Hot, Plan, hot_call
 from lazymods.compile.program import OtherSignatureError, Program, compile_body
 from lazymods.compile.records import Record, Replay
 from lazymods.compile.sizing import has_optimizer, size
+from lazymods.compile.stages import Staged
 from lazymods.compile.trace import Body, NotSizedError, Place, write
 
 _KEPT_SITUATIONS = 16  # for lm.explain()
 _TRACE, _EVAL = _compat_jit.TRACE, _compat_jit.EVAL
 
 
-class JitFunction:
+class JitFunction(Staged):
     """A function compiled by :func:`lazymods.jit`."""
 
     is_jit = True  # for whoever has to know, without importing this file
@@ -150,7 +151,7 @@ class JitFunction:
         COUNTS.hits += 1
         if record is None:
             return out
-        return self._replay(record, out, self.bind(args, kwargs)[1], hot.plan)
+        return self.replay(record, out, self.bind(args, kwargs)[1], hot.plan)
 
     # ------------------------------------------------------------ the long way
 
@@ -171,7 +172,7 @@ class JitFunction:
         try:
             if call.lazy:
                 with contextlib.suppress(*NOT_TRACEABLE):
-                    self._size(arguments, call)
+                    self.sized(arguments, call)
                 call = self._bind(arguments, whole=True)
             run = functools.partial(self._call_outside, arguments, args, kwargs)
             return checked(self.name, self._function, arguments, call, self._captures.attributes(), run)
@@ -207,7 +208,7 @@ class JitFunction:
                 plan.program.is_hopeless, self._hot = isinstance(error, HiddenModelError), None
                 return self._function(*args, **kwargs)
             key = (call.key, call.signature()) if record.only_sorts else None
-            out = self._replay(record, outputs, call, plan)
+            out = self.replay(record, outputs, call, plan)
             if key is not None:
                 self._note_sorted(key, self._bind(arguments))
             return out
@@ -245,7 +246,7 @@ class JitFunction:
         if plan.branches:
             return self._function(*args, **kwargs)
         record, outputs = self._run(plan, call, arguments)
-        return self._replay(record, outputs, call, plan)
+        return self.replay(record, outputs, call, plan)
 
     def _bind(self, arguments: Arguments, *, whole: bool = False) -> Binding:
         captured = self._captures.read(whole=whole)
@@ -297,19 +298,15 @@ class JitFunction:
         program.at = call.numbers_of({target: targets[target] for target in program.takes})
         return program, call
 
-    def trace_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, list[Any], int]:
-        """Trace the function and leave everything as it was; a lazy model stays lazy.
-
-        Returns:
-            The program, its leaves, and how many of them are arguments.
-        """
+    @contextlib.contextmanager
+    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Program, Binding]]:
+        """Trace the function for a call; at the end all is as it was, and a lazy model is lazy."""
         with self._lock:
             arguments, call = self.bind(args, kwargs)
             before = Snapshot(*call.reach) if call.lazy else None
             try:
                 program, call = self._make_sized(arguments, call)
-                leaves = [call.leaves[n] for n in program.leaf_numbers(call.inputs)]
-                return program, leaves, call.inputs
+                yield program, call
             finally:
                 if before is not None:
                     before.restore()
@@ -330,16 +327,16 @@ class JitFunction:
     def _make_sized(self, arguments: Arguments, call: Binding) -> tuple[Program, Binding]:
         """Do what :meth:`make` does; what is lazy is sized before if it can't be initialized in the trace."""
         if call.lazy and has_optimizer(call):
-            call = self._size(arguments, call)
+            call = self.sized(arguments, call)
         try:
             return self.make(arguments, call)
         except (NotSizedError, UninitializedError, ValueError, TraceContextError) as error:
             expected = isinstance(error, (NotSizedError, UninitializedError))
             if not (call.lazy and call.executing) or not (expected or _compat_jit.is_of_another_trace(error)):
                 raise
-            return self.make(arguments, self._size(arguments, self._bind(arguments)))
+            return self.make(arguments, self.sized(arguments, self._bind(arguments)))
 
-    def _size(self, arguments: Arguments, call: Binding) -> Binding:
+    def sized(self, arguments: Arguments, call: Binding) -> Binding:
         """Initialize the lazy layers that the call reaches; return the call anew."""
         if call.lazy:
             size(self._function, arguments, call, self._captures.attributes())
@@ -374,7 +371,7 @@ class JitFunction:
         COUNTS.add(compiles=1, compile_time=time.perf_counter() - start)
         return done
 
-    def _replay(self, record: Record, outputs: Sequence[Any], call: Binding, plan: Plan) -> Any:
+    def replay(self, record: Record, outputs: Sequence[Any], call: Binding, plan: Plan) -> Any:
         """Write what the program computed, bring about what else the function did, and return what it returned."""
         replay = Replay(record, outputs, call.reach)
         targets = [call.targets[plan.program.at[t]] for t, _ in record.writes]
