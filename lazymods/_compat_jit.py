@@ -6,6 +6,7 @@ Each entry names what it reaches for. Seen to work: jax 0.10.2, 0.12.0 and flax 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -60,6 +61,16 @@ def as_input(value: Any) -> Any:
     Calls ``DynamicJaxprTrace.to_jaxpr_tracer``. The array is among the ``consts`` of what ``jax.make_jaxpr`` returns.
     """
     return core.trace_ctx.trace.to_jaxpr_tracer(value, source_info_util.current())  # type: ignore[attr-defined]
+
+
+FLAX = getattr(nnx.graphlib, "GRAPH_CONTEXT", SimpleNamespace(tmp_static_cache=None))
+"""What flax keeps for a thread: ``tmp_static_cache`` is what ``nnx.cached_partial`` hands to the call that it makes."""
+
+
+def take_clones() -> list[Any]:
+    """Return the clones of models that ``nnx.cached_partial`` calls a function with, and take them over for it."""
+    cache, FLAX.tmp_static_cache = FLAX.tmp_static_cache, None
+    return list(cache)
 
 
 # ---------------------------------------------------------------- objects

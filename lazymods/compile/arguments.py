@@ -13,6 +13,7 @@ from lazymods._errors import ConfigurationError, LazyError, Problem, describe
 from lazymods.compile.picture import Picture
 from lazymods.compile.tokens import Kind, kind_of_type
 
+_STATIC, _AGAIN = -1, -2  # kinds of leaves: static; the input of number _AGAIN - kind once more
 NUMBERS = (int, float, bool, complex, np.generic)
 
 
@@ -101,6 +102,7 @@ class Splitter:
             args, kwargs = tuple(wrapped), named
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
         arrays, roots, variables, kinds = [], [], [], []
+        references: dict[int, int] = {}
         for leaf in leaves:
             cls = type(leaf)
             kind = kind_of_type(cls)
@@ -109,11 +111,16 @@ class Splitter:
             elif kind is Kind.VARIABLE:
                 variables.append(leaf)
             elif kind is Kind.ARRAY or isinstance(leaf, NUMBERS):
+                if isinstance(leaf, jax.Ref):  # jax takes each mutable array once
+                    first = references.setdefault(id(leaf), len(arrays))
+                    if first < len(arrays):
+                        kinds.append(_AGAIN - first)
+                        continue
                 arrays.append(leaf)
                 kind = Kind.ARRAY
             elif cls is not _Static:
                 self._refuse(args, kwargs, leaf)
-            kinds.append(int(kind) if cls is not _Static else -1)
+            kinds.append(int(kind) if cls is not _Static else _STATIC)
         # a treedef compares the nodes' own data with ==; a static argument's value stands in the key by its token
         key = (treedef, tuple(kinds), statics)
         rebuild = _Rebuild(leaves, treedef, kinds)
@@ -155,7 +162,10 @@ class _Rebuild:
 
     def __call__(self, arrays: Sequence[Any], of: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         waiting = iter(arrays)
-        leaves = [next(waiting) if k == Kind.ARRAY else of(v) for v, k in zip(self._leaves, self._kinds, strict=True)]
+        leaves = []
+        for leaf, kind in zip(self._leaves, self._kinds, strict=True):
+            again = kind <= _AGAIN
+            leaves.append(next(waiting) if kind == Kind.ARRAY else arrays[_AGAIN - kind] if again else of(leaf))
         args, kwargs = self._treedef.unflatten(leaves)
         return (
             tuple(of(a.value) if type(a) is _Static else a for a in args),

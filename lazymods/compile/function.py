@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
@@ -39,10 +39,12 @@ from lazymods.compile.branching import BranchingProgram, MoreReadError
 from lazymods.compile.cache import Cache, CacheInfo
 from lazymods.compile.captures import Captures
 from lazymods.compile.checking import checked
+from lazymods.compile.clones import call_with, refuse_changes, refuse_lazy_clones
 from lazymods.compile.constants import HiddenModelError, check_constants
 from lazymods.compile.copies import Copies
 from lazymods.compile.explain import Situation, note_path, note_trace, structure_of
 from lazymods.compile.metrics import COUNTS
+from lazymods.compile.paths import NoPathError
 from lazymods.compile.picture import Picture, Reads
 from lazymods.compile.plan import Hot, Plan, hot_call
 from lazymods.compile.program import OtherSignatureError, Program, compile_body
@@ -52,7 +54,7 @@ from lazymods.compile.stages import Staged
 from lazymods.compile.trace import Body, NotSizedError, Place, write
 
 _KEPT_SITUATIONS = 16  # for lm.explain()
-_TRACE, _EVAL = _compat_jit.TRACE, _compat_jit.EVAL
+_TRACE, _EVAL, _FLAX = _compat_jit.TRACE, _compat_jit.EVAL, _compat_jit.FLAX
 
 
 class JitFunction(Staged):
@@ -117,7 +119,7 @@ class JitFunction(Staged):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: C901  one frame: another costs as much as five lines
         """Call the function, compiled."""
         hot = self._hot
-        if hot is None or _TRACE.value is not _EVAL:
+        if hot is None or _TRACE.value is not _EVAL or _FLAX.tmp_static_cache is not None:
             return self._call(args, kwargs)
         given = (*args, *kwargs.values()) if kwargs else args
         if [*map(type, given)] != hot.types or ((kwargs or hot.keywords) and tuple(kwargs) != hot.keywords):
@@ -146,7 +148,7 @@ class JitFunction(Staged):
         except OtherSignatureError:
             self._has_signatures = True
             return self._call(args, kwargs)
-        except (MoreReadError, HiddenModelError, NotSizedError):  # of a new path: nothing was done yet
+        except (MoreReadError, HiddenModelError, NotSizedError, NoPathError):  # of a new path: nothing was done yet
             return self._call(args, kwargs)
         COUNTS.hits += 1
         if record is None:
@@ -158,6 +160,8 @@ class JitFunction(Staged):
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self._function(*args, **kwargs)
+        if _FLAX.tmp_static_cache is not None:
+            return call_with(_compat_jit.take_clones(), self, args, kwargs)
         arguments = self._splitter.split(args, kwargs)
         if _TRACE.value is not _EVAL:
             return self._call_inside(arguments, args, kwargs)
@@ -188,6 +192,7 @@ class JitFunction(Staged):
             with self._lock:
                 call = self._bind(arguments)
                 if call.lazy:
+                    refuse_lazy_clones(self.name)
                     before = Snapshot(*call.reach)
                 try:
                     plan, call = self._plan(arguments, call)
@@ -204,8 +209,8 @@ class JitFunction(Staged):
                 record, outputs = self._run(plan, call, arguments)
             except MoreReadError:
                 return self._call_outside(arguments, args, kwargs)
-            except (HiddenModelError, NotSizedError) as error:  # of a new path
-                plan.program.is_hopeless, self._hot = isinstance(error, HiddenModelError), None
+            except (HiddenModelError, NotSizedError, NoPathError) as error:  # of a new path
+                plan.program.is_hopeless, self._hot = not isinstance(error, NotSizedError), None
                 return self._function(*args, **kwargs)
             key = (call.key, call.signature()) if record.only_sorts else None
             out = self.replay(record, outputs, call, plan)
@@ -298,23 +303,10 @@ class JitFunction(Staged):
         program.at = call.numbers_of({target: targets[target] for target in program.takes})
         return program, call
 
-    @contextlib.contextmanager
-    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Program, Binding]]:
-        """Trace the function for a call; at the end all is as it was, and a lazy model is lazy."""
-        with self._lock:
-            arguments, call = self.bind(args, kwargs)
-            before = Snapshot(*call.reach) if call.lazy else None
-            try:
-                program, call = self._make_sized(arguments, call)
-                yield program, call
-            finally:
-                if before is not None:
-                    before.restore()
-
     def _make_any(self, arguments: Arguments, call: Binding) -> tuple[Any, Binding]:
         """Do what :meth:`make` does; where Python decides on values, the program has a path for each decision."""
         try:
-            return self._make_sized(arguments, call)
+            return self.make_sized(arguments, call)
         except NOT_TRACEABLE:
             if call.lazy or not call.executing:
                 raise
@@ -322,9 +314,10 @@ class JitFunction(Staged):
         check = functools.partial(check_constants, self.name, known=call.constants)
         program = BranchingProgram(call.leaves, len(call.targets), self.max_paths, self.name, self._note_path, check)
         program.at = call.numbers_of(dict(enumerate(call.targets)))
+        program.is_hopeless = any(isinstance(v, jax.Ref) for v in jax.tree.leaves([call.leaves, call.constants]))
         return program, call
 
-    def _make_sized(self, arguments: Arguments, call: Binding) -> tuple[Program, Binding]:
+    def make_sized(self, arguments: Arguments, call: Binding) -> tuple[Program, Binding]:
         """Do what :meth:`make` does; what is lazy is sized before if it can't be initialized in the trace."""
         if call.lazy and has_optimizer(call):
             call = self.sized(arguments, call)
@@ -373,7 +366,9 @@ class JitFunction(Staged):
 
     def replay(self, record: Record, outputs: Sequence[Any], call: Binding, plan: Plan) -> Any:
         """Write what the program computed, bring about what else the function did, and return what it returned."""
-        replay = Replay(record, outputs, call.reach)
+        replay = Replay(record, outputs, call.reach, functools.partial(call.leaf_of, plan.program.at))
+        if record.changes:
+            refuse_changes(self.name, replay.changed())
         targets = [call.targets[plan.program.at[t]] for t, _ in record.writes]
         if not call.executing:
             for thing in (*(t for t in targets if not isinstance(t, Place)), *replay.changed()):

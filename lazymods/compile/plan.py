@@ -155,6 +155,8 @@ def hot_call(
         return None
     if plan.branches and plan.program.is_hopeless:
         return None
+    if any(isinstance(array, jax.Ref) for array in arguments.arrays):  # which of them are the same is in the key
+        return None
     given = (*args, *kwargs.values())
     whole = sum(kind_of_type(type(value)) is Kind.NODE for value in given)
     if whole != len(arguments.roots):  # some are inside pytrees

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import jax
 from lazymods import _compat_jit
 from lazymods._errors import Problem
 from lazymods._snapshot import Snapshot
-from lazymods.compile.arguments import ArgumentError, Splitter
+from lazymods.compile.arguments import ArgumentError, Arguments, Splitter
 from lazymods.compile.binding import Binding
 from lazymods.compile.copies import Copies
 from lazymods.compile.dot import dot
@@ -32,12 +32,21 @@ class Staged:
     """A function that can be looked at before it runs; :class:`~lazymods.compile.function.JitFunction` is one."""
 
     _splitter: Splitter
+    _lock: Any
+    bind: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Arguments, Binding]]
+    make_sized: Callable[[Arguments, Binding], tuple[Program, Binding]]
 
-    def traced(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[tuple[Program, Binding]]:
+    @contextlib.contextmanager
+    def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Program, Binding]]:
         """Trace the function for a call; at the end all is as it was, and a lazy model is lazy."""
-        raise NotImplementedError
+        with self._lock:
+            arguments, call = self.bind(args, kwargs)
+            before = Snapshot(*call.reach) if call.lazy else None
+            try:
+                yield self.make_sized(arguments, call)
+            finally:
+                if before is not None:
+                    before.restore()
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Trace the function for some arguments, and run nothing.
@@ -310,7 +319,7 @@ def _shapes(program: Program, call: Binding) -> Any:
     for target, value in zip(call.targets, call.values_of_targets(), strict=True):
         _put(copies, target, shape_of(value))
     outputs = [shape_of(aval) for aval in program.tape.out_avals()]
-    replay = Replay(program.record, outputs, reach)
+    replay = Replay(program.record, outputs, reach, lambda number: shape_of(call.leaf_of(program.at, number)))
     for target, out in program.record.writes:
         _put(copies, call.targets[program.at[target]], outputs[out.number])
     replay.change()

@@ -178,7 +178,7 @@ class Body:
         self.kept = [n for n, t in enumerate(self.targets) if mark_of(t) in known]
         targets = {n: self.targets[n] for n in self.kept}
         targets |= enumerate((target for target, _ in self.adopted), len(self.targets))
-        self.record, outputs = describe(out, base, copies, targets, reads)
+        self.record, outputs = describe(out, base, copies, targets, reads, leaves)
         return outputs
 
 
