@@ -23,8 +23,16 @@ from lazymods._compat import STATE
 ARRAY: type = ArrayImpl  # the class of arrays that have values, ``jax._src.array.ArrayImpl``
 KEY: type = PRNGKeyArray  # the class of arrays of typed keys, ``jax._src.random.prng.PRNGKeyArray``
 
+REFERENCES: tuple[type, ...] = (jax.Ref, *filter(None, [getattr(nnx.variablelib, "HijaxVariable", None)]))
+"""What is written where it is, and no program returns: mutable arrays, and what ``nnx.Variable(hijax=True)`` makes."""
+
 TRACE = core.trace_state_strong_ref  # TRACE.value is the trace that operations go to: half the price of trace_ctx
 EVAL = core.eval_trace
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value, or what a tracer stands for, is one of :data:`REFERENCES`."""
+    return isinstance(value, REFERENCES)
 
 
 def trace_context() -> Any:

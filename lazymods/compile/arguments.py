@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from lazymods import _compat_jit
 from lazymods._errors import ConfigurationError, LazyError, Problem, describe
 from lazymods.compile.picture import Picture
 from lazymods.compile.tokens import Kind, kind_of_type
@@ -111,7 +112,7 @@ class Splitter:
             elif kind is Kind.VARIABLE:
                 variables.append(leaf)
             elif kind is Kind.ARRAY or isinstance(leaf, NUMBERS):
-                if isinstance(leaf, jax.Ref):  # jax takes each mutable array once
+                if _compat_jit.is_reference(leaf):  # jax takes each mutable array once
                     first = references.setdefault(id(leaf), len(arrays))
                     if first < len(arrays):
                         kinds.append(_AGAIN - first)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from lazymods import _compat_jit
 from lazymods._errors import LazyError, Problem, one_line
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
@@ -42,7 +43,7 @@ def checked(
         LazyError: The first difference, by path: in outputs, values, structure, order, metadata, static attributes,
             sharing or random state; or an error that only one of both raised.
     """
-    held = [array for array in call.constants if isinstance(array, jax.Ref)]
+    held = [array for array in call.constants if _compat_jit.is_reference(array)]
     own_held = list(map(_own, held))
     copies = Copies(Picture(call.reach), known={id(a): b for a, b in zip(held, own_held, strict=True)})
     _own_arrays(copies, call)
@@ -86,12 +87,12 @@ def _own_arrays(copies: Copies, call: Binding) -> None:
 
 
 def _references(arrays: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [("a mutable array", array[...]) for array in arrays if isinstance(array, jax.Ref)]
+    return [("a mutable array", array[...]) for array in arrays if _compat_jit.is_reference(array)]
 
 
 def _own(value: Any) -> Any:
-    if isinstance(value, jax.Ref):
-        return jax.new_ref(value[...])
+    if _compat_jit.is_reference(value):
+        return jax.new_ref(value[...]) if isinstance(value, jax.Ref) else value.copy()
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, jax.Array) and not jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):

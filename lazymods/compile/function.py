@@ -314,7 +314,7 @@ class JitFunction(Staged):
         check = functools.partial(check_constants, self.name, known=call.constants)
         program = BranchingProgram(call.leaves, len(call.targets), self.max_paths, self.name, self._note_path, check)
         program.at = call.numbers_of(dict(enumerate(call.targets)))
-        program.is_hopeless = any(isinstance(v, jax.Ref) for v in jax.tree.leaves([call.leaves, call.constants]))
+        program.is_hopeless = any(_compat_jit.is_reference(v) for v in jax.tree.leaves([call.leaves, call.constants]))
         return program, call
 
     def make_sized(self, arguments: Arguments, call: Binding) -> tuple[Program, Binding]:

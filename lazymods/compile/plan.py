@@ -155,7 +155,7 @@ def hot_call(
         return None
     if plan.branches and plan.program.is_hopeless:
         return None
-    if any(isinstance(array, jax.Ref) for array in arguments.arrays):  # which of them are the same is in the key
+    if any(_compat_jit.is_reference(array) for array in arguments.arrays):  # which of them are the same is in the key
         return None
     given = (*args, *kwargs.values())
     whole = sum(kind_of_type(type(value)) is Kind.NODE for value in given)

@@ -229,7 +229,7 @@ def describe(
 class _Writer:
     def __init__(self, base: Picture, copies: Copies, leaves: Sequence[Any]) -> None:
         self._base, self._copies = base, copies
-        self._references = {id(leaf): number for number, leaf in enumerate(leaves) if isinstance(leaf, jax.Ref)}
+        self._references = {id(leaf): number for number, leaf in enumerate(leaves) if _compat_jit.is_reference(leaf)}
         self._arrays: list[Any] = []
         self._outputs: dict[int, Out] = {}
         self._made: list[Made] = []

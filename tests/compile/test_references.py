@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.errors import FlaxError
 
 import lazymods as lm
 
@@ -147,6 +148,26 @@ def test_variables_that_hold_references_train_as_flax_does(donate_state: bool) -
     for a, b in zip(jax.tree.leaves(nnx.state(ours)), jax.tree.leaves(nnx.state(theirs)), strict=True):
         np.testing.assert_allclose(a[...], b[...], rtol=1e-6)
     assert ours.bias.get_raw_value() is held
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["", "check"])
+def test_mutable_variables_are_as_under_jax_jit(check: bool) -> None:
+    def add(held: Any, v: Any, w: Any, x: Any) -> Any:
+        held.a[...] += v[...]
+        v[...] += x
+        return w[...] * 2
+
+    def run(jit: Jit) -> Any:
+        held: Any = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        held.a, v, w = (nnx.Variable(jnp.float32(n), hijax=True) for n in range(3))
+        call = jit(add)
+        try:
+            out = [float(call(held, a, b, jnp.float32(1))) for a, b in ((v, w), (w, v), (v, w))]
+        except FlaxError as error:  # flax 0.12.12 lets nothing be written there
+            return type(error)
+        return out, [float(each[...]) for each in (held.a, v, w)]
+
+    assert run(lambda f: lm.jit(f, check=check)) == run(jax.jit)
 
 
 def test_a_reference_that_is_made_inside_is_no_result() -> None:
