@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import types
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ class Arguments(NamedTuple):
         rebuild: Puts other arrays in the same places: ``rebuild(arrays, of) -> (args, kwargs)``, where ``of`` returns
             what stands for a value that is no array.
         names: Returns what each array is called in a message.
+        moved: The names of arguments that were given by keyword, and are taken as given by position.
     """
 
     arrays: list[Any]
@@ -39,6 +42,7 @@ class Arguments(NamedTuple):
     statics: bool
     rebuild: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     names: Callable[[], list[str]]
+    moved: tuple[str, ...] = ()
 
 
 def is_input(cls: type) -> bool:
@@ -48,6 +52,9 @@ def is_input(cls: type) -> bool:
 
 def _is_whole(value: Any) -> bool:
     return kind_of_type(type(value)) in (Kind.NODE, Kind.VARIABLE)
+
+
+_Moved = tuple[int, tuple[str, ...]]  # how many arguments were given by position, and the names of those after them
 
 
 class _Static:
@@ -72,6 +79,8 @@ class Splitter:
 
     def __init__(self, function: Any, static_argnames: tuple[str, ...]) -> None:
         self.names = static_argnames
+        self._function, self._code = function, _code_of(function)
+        self._parameters = _parameters_of(function, self._code)
         self.positions: tuple[int, ...] = ()
         if static_argnames:
             parameters = inspect.signature(function).parameters
@@ -94,6 +103,8 @@ class Splitter:
             ArgumentError: If one is neither an array nor an nnx object, and not declared static.
         """
         statics: Hashable = ()
+        count = len(args)
+        args, kwargs, moved = self.spelled(args, kwargs)
         if self.names:
             wrapped = [_Static(a) if i in self.positions else a for i, a in enumerate(args)]
             named = {k: _Static(v) if k in self.names else v for k, v in kwargs.items()}
@@ -120,22 +131,36 @@ class Splitter:
                 arrays.append(leaf)
                 kind = Kind.ARRAY
             elif cls is not _Static:
-                self._refuse(args, kwargs, leaf)
+                self._refuse(args, kwargs, leaf, (count, moved))
             kinds.append(int(kind) if cls is not _Static else _STATIC)
         # a treedef compares the nodes' own data with ==; a static argument's value stands in the key by its token
         key = (treedef, tuple(kinds), statics)
-        rebuild = _Rebuild(leaves, treedef, kinds)
-        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.names)
+        rebuild = _Rebuild(leaves, treedef, kinds, (count, moved))
+        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.names, moved)
+
+    def spelled(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]:
+        """Let arguments be given by position where they can be: one is the same input however it is given.
+
+        Returns:
+            The arguments by position, those by keyword, and the names of those that were by keyword before.
+        """
+        following = self._parameters[len(args) :] if kwargs and _code_of(self._function) is self._code else ()
+        moved = tuple(itertools.takewhile(kwargs.__contains__, following))
+        if moved:
+            args, kwargs = (*args, *map(kwargs.__getitem__, moved)), {k: v for k, v in kwargs.items() if k not in moved}
+        return args, kwargs, moved
 
     def without_statics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call without those that are static."""
         named = {k: v for k, v in kwargs.items() if k not in self.names}
         return tuple(a for i, a in enumerate(args) if i not in self.positions), named
 
-    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Any) -> None:
+    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Any, moved: _Moved) -> None:
         for path, value in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_whole):
             if value is leaf:
-                where = path_name(path)
+                where = path_name(path, moved)
                 raise ArgumentError(
                     Problem(
                         where,
@@ -156,10 +181,10 @@ ArgumentError.__module__ = "lazymods"
 class _Rebuild:
     """Puts arrays back into the places of a call's arguments."""
 
-    __slots__ = ("_kinds", "_leaves", "_treedef")
+    __slots__ = ("_kinds", "_leaves", "_moved", "_treedef")
 
-    def __init__(self, leaves: list[Any], treedef: Any, kinds: list[int]) -> None:
-        self._leaves, self._treedef, self._kinds = leaves, treedef, kinds
+    def __init__(self, leaves: list[Any], treedef: Any, kinds: list[int], moved: _Moved) -> None:
+        self._leaves, self._treedef, self._kinds, self._moved = leaves, treedef, kinds, moved
 
     def __call__(self, arrays: Sequence[Any], of: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         waiting = iter(arrays)
@@ -176,16 +201,40 @@ class _Rebuild:
     def names(self) -> list[str]:
         """Name the arrays, in their order: ``args[0]``, ``x['image']``."""
         numbered = self._treedef.unflatten(list(range(len(self._leaves))))
-        paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
+        paths = [path_name(path, self._moved) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
         return [name for name, kind in zip(paths, self._kinds, strict=True) if kind == Kind.ARRAY]
 
 
-def path_name(path: Sequence[Any]) -> str:
-    """Name a place in ``(args, kwargs)``: ``argument 0['image']``, ``argument x``."""
+def path_name(path: Sequence[Any], moved: _Moved = (0, ())) -> str:
+    """Name a place in ``(args, kwargs)`` as it was given: ``argument 0['image']``, ``argument x``."""
     where, *rest = path
     first, rest = rest[0], rest[1:]
+    count, names = moved
     own = first.idx if where.idx == 0 else first.key
+    if names and where.idx == 0 and own >= count:
+        own = names[own - count]
     return f"argument {own}{jax.tree_util.keystr(tuple(rest))}"
+
+
+def _code_of(function: Any) -> types.CodeType | None:
+    """Return the code that runs when something is called; None if that is not known, as of a partial function."""
+    if kind_of_type(type(function)) is Kind.NODE:
+        function = inspect.getattr_static(type(function), "__call__", None)
+    function = getattr(function, "__func__", function)
+    return function.__code__ if isinstance(function, types.FunctionType) else None
+
+
+def _parameters_of(function: Any, code: types.CodeType | None) -> tuple[str, ...]:
+    """Return the names of the arguments that may be given by position or by keyword, after those of positions only.
+
+    They are the code's own: the signature of a wrapper is that of what it wraps, to which it may do anything.
+    """
+    if code is None:
+        return ()
+    is_bound = not isinstance(function, types.FunctionType)
+    only = max(code.co_posonlyargcount, is_bound)
+    names = (*[""] * only, *code.co_varnames[only : code.co_argcount])
+    return names[is_bound:]
 
 
 def _name(function: Any) -> str:

@@ -36,6 +36,10 @@ class Staged:
     bind: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Arguments, Binding]]
     make_sized: Callable[[Arguments, Binding], tuple[Program, Binding]]
 
+    def spelled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments in the one way of giving them in which a program knows them."""
+        return self._splitter.spelled(args, kwargs)[:2]
+
     @contextlib.contextmanager
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Program, Binding]]:
         """Trace the function for a call; at the end all is as it was, and a lazy model is lazy."""
