@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from lazymods import _compat_jit
-from lazymods._errors import ConfigurationError, LazyError, Problem, describe
+from lazymods._errors import ConfigurationError, Problem
 from lazymods.compile.picture import Picture
+from lazymods.compile.refusals import ArgumentError, reason_against, refusal, unreadable, used_up
 from lazymods.compile.tokens import Kind, kind_of_type
 
 _STATIC, _AGAIN = -1, -2  # kinds of leaves: static; the input of number _AGAIN - kind once more
@@ -51,7 +53,13 @@ def is_input(cls: type) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    return kind_of_type(type(value)) in (Kind.NODE, Kind.VARIABLE)
+    return _is_whole_type(type(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_whole_type(cls: type) -> bool:
+    """Whether JAX shall not look into values of a class; it warns of an iterator, which is refused by name."""
+    return kind_of_type(cls) in (Kind.NODE, Kind.VARIABLE) or issubclass(cls, Iterator)
 
 
 _Moved = tuple[int, tuple[str, ...]]  # how many arguments were given by position, and the names of those after them
@@ -102,17 +110,10 @@ class Splitter:
         Raises:
             ArgumentError: If one is neither an array nor an nnx object, and not declared static.
         """
-        statics: Hashable = ()
         count = len(args)
         args, kwargs, moved = self.spelled(args, kwargs)
-        if self.names:
-            wrapped = [_Static(a) if i in self.positions else a for i, a in enumerate(args)]
-            named = {k: _Static(v) if k in self.names else v for k, v in kwargs.items()}
-            static = [a.value for a in wrapped if type(a) is _Static]
-            static += [kwargs[k] for k in sorted(kwargs) if k in self.names]
-            statics = Picture(static, static=True).key
-            args, kwargs = tuple(wrapped), named
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
+        args, kwargs, statics = self._marked(args, kwargs) if self.names else (args, kwargs, ())
+        leaves, treedef = _flatten((args, kwargs), (count, moved))
         arrays, roots, variables, kinds = [], [], [], []
         references: dict[int, int] = {}
         for leaf in leaves:
@@ -128,15 +129,31 @@ class Splitter:
                     if first < len(arrays):
                         kinds.append(_AGAIN - first)
                         continue
+                reason = None if cls is _compat_jit.ARRAY else reason_against(leaf)
+                if reason is not None:
+                    raise self._refused((args, kwargs), leaf, (count, moved), reason)
                 arrays.append(leaf)
                 kind = Kind.ARRAY
             elif cls is not _Static:
-                self._refuse(args, kwargs, leaf, (count, moved))
+                raise self._refused((args, kwargs), leaf, (count, moved))
             kinds.append(int(kind) if cls is not _Static else _STATIC)
         # a treedef compares the nodes' own data with ==; a static argument's value stands in the key by its token
         key = (treedef, tuple(kinds), statics)
         rebuild = _Rebuild(leaves, treedef, kinds, (count, moved))
         return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.names, moved)
+
+    def _marked(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Hashable]:
+        """Let static arguments be no leaves; return also what stands for their values in a key."""
+        wrapped = [_Static(a) if i in self.positions else a for i, a in enumerate(args)]
+        named = {k: _Static(v) if k in self.names else v for k, v in kwargs.items()}
+        static = [a.value for a in wrapped if type(a) is _Static]
+        static += [kwargs[k] for k in sorted(kwargs) if k in self.names]
+        for value in static:
+            if isinstance(value, Iterator):
+                raise used_up(f"a static argument of {_name(self._function)}", value)
+        return tuple(wrapped), named, Picture(static, static=True).key
 
     def spelled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -157,25 +174,25 @@ class Splitter:
         named = {k: v for k, v in kwargs.items() if k not in self.names}
         return tuple(a for i, a in enumerate(args) if i not in self.positions), named
 
-    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Any, moved: _Moved) -> None:
-        for path, value in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_whole):
-            if value is leaf:
-                where = path_name(path, moved)
-                raise ArgumentError(
-                    Problem(
-                        where,
-                        f"{describe(leaf)}" if isinstance(leaf, str) else f"a {type(leaf).__name__}",
-                        "arrays, numbers and nnx objects, in any pytree: they are the inputs of the compiled program",
-                        "lm.jit(fn, static_argnames=...) with the parameter's name, if it is part of the program",
-                    )
-                )
+    def _refused(self, given: Any, leaf: Any, moved: _Moved, reason: Exception | None = None) -> ArgumentError:
+        paths = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_whole)
+        where = next((path_name(path, moved) for path, value in paths if value is leaf), "an argument")
+        return refusal(where, leaf, reason)
 
 
-class ArgumentError(LazyError, TypeError):
-    """An argument of a compiled function is nothing that a program can take."""
-
-
-ArgumentError.__module__ = "lazymods"
+def _flatten(given: Any, moved: _Moved) -> tuple[list[Any], Any]:
+    """Take a pytree of arguments apart; say which of them is none."""
+    try:
+        return jax.tree.flatten(given, is_leaf=_is_whole)
+    except Exception as error:
+        args, kwargs = given
+        for name, value in (*enumerate(args), *kwargs.items()):
+            try:
+                jax.tree.flatten(value, is_leaf=_is_whole)
+            except Exception as reason:
+                own = moved[1][name - moved[0]] if isinstance(name, int) and moved[1] and name >= moved[0] else name
+                raise unreadable(f"argument {own}", value, reason) from error
+        raise
 
 
 class _Rebuild:

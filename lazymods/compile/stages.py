@@ -17,7 +17,7 @@ import jax
 from lazymods import _compat_jit
 from lazymods._errors import Problem
 from lazymods._snapshot import Snapshot
-from lazymods.compile.arguments import ArgumentError, Arguments, Splitter
+from lazymods.compile.arguments import Arguments, Splitter
 from lazymods.compile.binding import Binding
 from lazymods.compile.copies import Copies
 from lazymods.compile.dot import dot
@@ -25,6 +25,7 @@ from lazymods.compile.picture import Picture, input_of, with_inputs
 from lazymods.compile.plan import Plan
 from lazymods.compile.program import Program
 from lazymods.compile.records import Replay
+from lazymods.compile.refusals import ArgumentError
 from lazymods.compile.tokens import Kind, kind_of
 
 
