@@ -18,9 +18,11 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from flax import nnx
 from jax._src import api_util, array, config, core, literals, mesh, pjit
 from jax._src.interpreters import ad, batching, pxla
 from jax._src.numpy import indexing
+from jax.experimental import hijax
 
 from lazymods._compat_abstract import OperationByOperation
 
@@ -223,6 +225,10 @@ class Recorder(OperationByOperation):
     def stage_value(self, val: Any) -> Any:
         return val if isinstance(val, jax.Array) else self.recording.constant(val)
 
+    def cur_qdd(self, x: Any) -> Any:
+        """Return what a value of a type of the user's own is now: such values are never recorded."""
+        return self.parent.cur_qdd(x)
+
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         made = []
 
@@ -330,6 +336,16 @@ def allocates(primitive: Any) -> bool:
     return primitive.ref_allocating
 
 
+def is_high(primitive: Any, inputs: Sequence[Any]) -> bool:
+    """Whether an operation has operands of types that are made of arrays, as flax's mutable Variables are.
+
+    A program takes and gives arrays only (``hijax.HiPrimitive``, ``AbstractValue.is_high``).
+    """
+    return isinstance(primitive, hijax.HiPrimitive) or any(
+        type(x) not in _PLAIN and not isinstance(x, Recorded) and core.typeof(x).is_high for x in inputs
+    )
+
+
 @contextlib.contextmanager
 def public_errors() -> Iterator[None]:
     """Raise what ``jax_debug_nans`` finds as a public error (``api_util.InternalFloatingPointError``)."""
@@ -353,6 +369,21 @@ def register(cls: type[Recorded]) -> None:
 
     pxla.shard_arg_handlers[cls] = shard
     core.pytype_aval_mappings[cls] = operator.attrgetter("aval")
+
+
+def let_tracers_be_data() -> None:
+    """Let flax take a tracer for an array where it is an attribute: data, and no static value.
+
+    ``nnx.Pytree`` looks at the class of what it is given, and knows tracers by none: an array that a traced function
+    stored in an object would be a static attribute, and in no state. Reaches for the classes below ``core.Tracer``.
+    """
+    classes = [core.Tracer]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        nnx.register_data_type(cls)
+
+
+_PLAIN = frozenset({array.ArrayImpl, bool, int, float, complex, np.ndarray})
 
 
 def array_type() -> type:

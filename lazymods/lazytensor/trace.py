@@ -87,6 +87,7 @@ def _of_the_value(name: str) -> Any:
 
 
 tracing.register(LazyTensor)
+tracing.let_tracers_be_data()
 values.register(LazyTensor)
 for _name in (
     *("addressable_data", "addressable_shards", "committed", "delete", "device", "devices", "global_shards"),
@@ -118,10 +119,11 @@ class Session:
         settings = tracing.settings()
         if primitive is jax.lax.slice_p:
             primitive, inputs, params = _from_where_it_starts(inputs[0], params)
-        elif tracing.allocates(primitive):
-            known = [x.now("a mutable reference") if isinstance(x, tracing.Recorded) else x for x in inputs]
+        elif tracing.allocates(primitive) or tracing.is_high(primitive, inputs):
+            known = [x.now("a mutable value") if isinstance(x, tracing.Recorded) else x for x in inputs]
             with tracing.at(self.trace.parent):
-                return [primitive.bind(*known, **params)]
+                out = primitive.bind(*known, **params)
+                return list(out) if primitive.multiple_results else [out]
         operands = [self._operand(x) for x in inputs]
         return self.add(kind_of(primitive, tuple(map(tracing.aval_of, operands)), params, settings), operands)
 
