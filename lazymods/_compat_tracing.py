@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from flax import nnx
-from jax._src import api_util, array, config, core, literals, mesh, pjit
+from jax._src import api_util, array, checkify, config, core, dispatch, literals, mesh, pjit
 from jax._src.interpreters import ad, batching, pxla
 from jax._src.numpy import indexing
 from jax.experimental import hijax
@@ -336,14 +336,18 @@ def allocates(primitive: Any) -> bool:
     return primitive.ref_allocating
 
 
-def is_high(primitive: Any, inputs: Sequence[Any]) -> bool:
-    """Whether an operation has operands of types that are made of arrays, as flax's mutable Variables are.
+def is_for_now(primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> bool:
+    """Whether an operation is to be executed when it is met, since no program can have it.
 
-    A program takes and gives arrays only (``hijax.HiPrimitive``, ``AbstractValue.is_high``).
+    That is what makes a mutable reference; what has operands of types that are made of arrays, as flax's mutable
+    Variables are (``hijax.HiPrimitive``, ``AbstractValue.is_high``); a check that raises (``checkify.check_p``); and
+    what puts an array on a device (``dispatch.device_put_p``): inside of a program it is a wish.
     """
-    return isinstance(primitive, hijax.HiPrimitive) or any(
-        type(x) not in _PLAIN and not isinstance(x, Recorded) and core.typeof(x).is_high for x in inputs
-    )
+    if primitive is dispatch.device_put_p:
+        return any(device is not None for device in params["devices"])
+    if allocates(primitive) or isinstance(primitive, hijax.HiPrimitive) or primitive is checkify.check_p:
+        return True
+    return any(type(x) not in _PLAIN and not isinstance(x, Recorded) and core.typeof(x).is_high for x in inputs)
 
 
 @contextlib.contextmanager

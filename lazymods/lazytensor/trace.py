@@ -119,8 +119,8 @@ class Session:
         settings = tracing.settings()
         if primitive is jax.lax.slice_p:
             primitive, inputs, params = _from_where_it_starts(inputs[0], params)
-        elif tracing.allocates(primitive) or tracing.is_high(primitive, inputs):
-            known = [x.now("a mutable value") if isinstance(x, tracing.Recorded) else x for x in inputs]
+        elif tracing.is_for_now(primitive, inputs, params):
+            known = [x.now("what no program can do") if isinstance(x, tracing.Recorded) else x for x in inputs]
             with tracing.at(self.trace.parent):
                 out = primitive.bind(*known, **params)
                 return list(out) if primitive.multiple_results else [out]
