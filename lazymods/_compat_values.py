@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax._src import api, array, core, pjit, sharding_impls, stages
 from jax._src.interpreters import mlir
+from jax._src.lax import lax
 from jax._src.random import prng
 
 from lazymods._compat_tracing import Recorded, Recorder
@@ -82,6 +83,18 @@ def _run_python_pjit(ordinary: Any) -> Any:
     return run_python_pjit
 
 
+def _full(ordinary: Any) -> Any:
+    """``jnp.zeros(..., device=)`` and the like make an array where it is asked for only if nothing is traced."""
+
+    def full(shape: Any, fill_value: Any, dtype: Any = None, *, sharding: Any = None) -> Any:
+        if sharding is None or not isinstance(core.trace_ctx.trace, Recorder):
+            return ordinary(shape, fill_value, dtype, sharding=sharding)
+        with core.set_current_trace(_parent()):
+            return ordinary(shape, known(fill_value, "full"), dtype, sharding=sharding)
+
+    return full
+
+
 def _nondiff(ordinary: Any) -> Any:
     """``custom_vjp`` refuses tracers where it does not differentiate; its rule may ask for the values of those."""
 
@@ -115,6 +128,8 @@ _HOOKS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
         for name in ("make_array_from_single_device_arrays", "make_array_from_callback")
     ],
     (jax.custom_vjp, "__call__", _nondiff),
+    (lax, "full", _full),
+    (jax.lax, "full", _full),
     (jax, "make_array_from_process_local_data", _at_once("make_array_from_process_local_data")),
     (getattr(sharding_impls, "set_mesh", None), "__init__", _set_mesh),
     (pjit, "_run_python_pjit", _run_python_pjit),

@@ -25,7 +25,7 @@ from lazymods import _compat_calls as calls
 from lazymods import _compat_tracing as tracing
 from lazymods import _compat_values as values
 from lazymods.lazytensor import executor, metrics
-from lazymods.lazytensor.graph import Cell, Graph, Node, needed
+from lazymods.lazytensor.graph import Cell, Graph, Node, graph_of, needed
 from lazymods.lazytensor.kinds import kind_of
 
 _created = metrics.created.add
@@ -371,14 +371,6 @@ def _known(cell: Cell) -> Any:
     if isinstance(cell.value, _Failure):
         raise cell.value.error.with_traceback(None)
     return cell.value
-
-
-def graph_of(nodes: Sequence[Node]) -> Graph:
-    """Return some nodes as a graph of their own."""
-    graph = Graph()
-    for node in nodes:
-        graph.add(node)
-    return graph
 
 
 # ---------------------------------------------------------------- blocks
