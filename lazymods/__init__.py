@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from lazymods._report import ShapeReport as ShapeReport
     from lazymods._report import summary as summary
     from lazymods.autograd.freezing import trainable as trainable
-    from lazymods.compile.arguments import ArgumentError as ArgumentError
     from lazymods.compile.cache import CacheInfo as CacheInfo
     from lazymods.compile.cache import set_cache_size as set_cache_size
     from lazymods.compile.explain import Explanation as Explanation
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     from lazymods.compile.lowering import lower as lower
     from lazymods.compile.metrics import metrics as metrics
     from lazymods.compile.persistent import set_compilation_cache as set_compilation_cache
+    from lazymods.compile.refusals import ArgumentError as ArgumentError
     from lazymods.state import LoadResult as LoadResult
     from lazymods.state import load_state_dict as load_state_dict
     from lazymods.state import state_dict as state_dict
@@ -72,7 +72,7 @@ _ON_FIRST_USE = {
     "register_load_state_dict_pre_hook": "lazymods._hooks",
     "register_state_dict_post_hook": "lazymods._hooks",
     "register_state_dict_pre_hook": "lazymods._hooks",
-    "ArgumentError": "lazymods.compile.arguments",
+    "ArgumentError": "lazymods.compile.refusals",
     "CacheInfo": "lazymods.compile.cache",
     "Explanation": "lazymods.compile.explain",
     "JitFunction": "lazymods.compile.function",

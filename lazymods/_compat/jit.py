@@ -8,6 +8,7 @@ attributes of these below. Seen to work with jax 0.10.2, 0.12.0 and flax 0.12.8,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -43,6 +44,13 @@ require(nnx.Pytree, "_check_valid_context")
 ARRAY: type = ArrayImpl  # the class of arrays that have values
 KEY: type = PRNGKeyArray  # the class of arrays of typed keys
 TRACE = trace_state_strong_ref  # TRACE.value is the trace that operations go to: half the price of trace_ctx
+REFERENCES: tuple[type, ...] = (jax.Ref, *filter(None, [getattr(nnx.variablelib, "HijaxVariable", None)]))
+"""What is written where it is, and no program returns: mutable arrays, and what ``nnx.Variable(hijax=True)`` makes."""
+
+
+def is_reference(value: Any) -> bool:
+    """Whether a value, or what a tracer stands for, is one of :data:`REFERENCES`."""
+    return isinstance(value, REFERENCES)
 
 
 def trace_context() -> Any:
@@ -79,6 +87,16 @@ def as_input(value: Any) -> Any:
     Calls ``DynamicJaxprTrace.to_jaxpr_tracer``. The array is among the ``consts`` of what ``jax.make_jaxpr`` returns.
     """
     return current_trace().to_jaxpr_tracer(value, current_source())  # type: ignore[attr-defined]
+
+
+FLAX = getattr(nnx.graphlib, "GRAPH_CONTEXT", SimpleNamespace(tmp_static_cache=None))
+"""What flax keeps for a thread: ``tmp_static_cache`` is what ``nnx.cached_partial`` hands to the call that it makes."""
+
+
+def take_clones() -> list[Any]:
+    """Return the clones of models that ``nnx.cached_partial`` calls a function with, and take them over for it."""
+    cache, FLAX.tmp_static_cache = FLAX.tmp_static_cache, None
+    return list(cache)
 
 
 # ---------------------------------------------------------------- objects
@@ -159,6 +177,16 @@ def is_of_another_trace(error: Exception) -> bool:
 
 
 # ---------------------------------------------------------------- compiled programs
+
+
+def info_of(aval: Any, donated: bool) -> jax.stages.ArgInfo:
+    """Return what jax tells of one argument of a traced function (``jax.stages.ArgInfo``, by its private field)."""
+    return jax.stages.ArgInfo(aval, donated)
+
+
+def aval_of_info(info: jax.stages.ArgInfo) -> Any:
+    """Return the type in what :func:`info_of` returned (``ArgInfo._aval``)."""
+    return info._aval
 
 
 class Executable:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+import types
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from lazymods._errors import ConfigurationError, LazyError, Problem, describe
+from lazymods._compat import jit as _compat_jit
+from lazymods._errors import ConfigurationError, Problem
 from lazymods.compile.picture import Picture
+from lazymods.compile.refusals import ArgumentError, reason_against, refusal, unreadable, used_up
 from lazymods.compile.tokens import Kind, kind_of_type
 
+_STATIC, _AGAIN = -1, -2  # kinds of leaves: static; the input of number _AGAIN - kind once more
 NUMBERS = (int, float, bool, complex, np.generic)
 
 
@@ -28,6 +34,7 @@ class Arguments(NamedTuple):
         rebuild: Puts other arrays in the same places: ``rebuild(arrays, of) -> (args, kwargs)``, where ``of`` returns
             what stands for a value that is no array.
         leaves: Returns of each leaf of ``(args, kwargs)`` the path, the value, and whether it is among the arrays.
+        moved: The names of arguments that were given by keyword, and are taken as given by position.
     """
 
     arrays: list[Any]
@@ -37,6 +44,7 @@ class Arguments(NamedTuple):
     statics: bool
     rebuild: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     leaves: Callable[[], list[tuple[Any, Any, bool]]]
+    moved: tuple[str, ...] = ()
 
 
 def is_input(cls: type) -> bool:
@@ -45,7 +53,16 @@ def is_input(cls: type) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    return kind_of_type(type(value)) in (Kind.NODE, Kind.VARIABLE)
+    return _is_whole_type(type(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_whole_type(cls: type) -> bool:
+    """Whether JAX shall not look into values of a class; it warns of an iterator, which is refused by name."""
+    return kind_of_type(cls) in (Kind.NODE, Kind.VARIABLE) or issubclass(cls, Iterator)
+
+
+_Moved = tuple[int, tuple[str, ...]]  # how many arguments were given by position, and the names of those after them
 
 
 class _Static:
@@ -70,6 +87,8 @@ class Splitter:
 
     def __init__(self, function: Any, static_argnames: tuple[str, ...]) -> None:
         self.names = static_argnames
+        self._function, self._code = function, _code_of(function)
+        self._parameters = _parameters_of(function, self._code)
         self.positions: tuple[int, ...] = ()
         if static_argnames:
             parameters = inspect.signature(function).parameters
@@ -91,16 +110,12 @@ class Splitter:
         Raises:
             ArgumentError: If one is neither an array nor an nnx object, and not declared static.
         """
-        statics: Hashable = ()
-        if self.names:
-            wrapped = [_Static(a) if i in self.positions else a for i, a in enumerate(args)]
-            named = {k: _Static(v) if k in self.names else v for k, v in kwargs.items()}
-            static = [a.value for a in wrapped if type(a) is _Static]
-            static += [kwargs[k] for k in sorted(kwargs) if k in self.names]
-            statics = Picture(static, static=True).key
-            args, kwargs = tuple(wrapped), named
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_whole)
+        count = len(args)
+        args, kwargs, moved = self.spelled(args, kwargs)
+        args, kwargs, statics = self._marked(args, kwargs) if self.names else (args, kwargs, ())
+        leaves, treedef = _flatten((args, kwargs), (count, moved))
         arrays, roots, variables, kinds = [], [], [], []
+        references: dict[int, int] = {}
         for leaf in leaves:
             cls = type(leaf)
             kind = kind_of_type(cls)
@@ -109,35 +124,75 @@ class Splitter:
             elif kind is Kind.VARIABLE:
                 variables.append(leaf)
             elif kind is Kind.ARRAY or isinstance(leaf, NUMBERS):
+                if _compat_jit.is_reference(leaf):  # jax takes each mutable array once
+                    first = references.setdefault(id(leaf), len(arrays))
+                    if first < len(arrays):
+                        kinds.append(_AGAIN - first)
+                        continue
+                reason = None if cls is _compat_jit.ARRAY else reason_against(leaf)
+                if reason is not None:
+                    raise self._refused((args, kwargs), leaf, (count, moved), reason)
                 arrays.append(leaf)
                 kind = Kind.ARRAY
             elif cls is not _Static:
-                self._refuse(args, kwargs, leaf)
-            kinds.append(int(kind) if cls is not _Static else -1)
+                raise self._refused((args, kwargs), leaf, (count, moved))
+            kinds.append(int(kind) if cls is not _Static else _STATIC)
         # a treedef compares the nodes' own data with ==; a static argument's value stands in the key by its token
         key = (treedef, tuple(kinds), statics)
         rebuild = _Rebuild(leaves, treedef, kinds)
-        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.leaves)
+        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.leaves, moved)
 
-    def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Any) -> None:
-        for path, value in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_whole):
-            if value is leaf:
-                where = path_name(path)
-                raise ArgumentError(
-                    Problem(
-                        where,
-                        f"{describe(leaf)}" if isinstance(leaf, str) else f"a {type(leaf).__name__}",
-                        "arrays, numbers and nnx objects, in any pytree: they are the inputs of the compiled program",
-                        "lm.jit(fn, static_argnames=...) with the parameter's name, if it is part of the program",
-                    )
-                )
+    def _marked(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Hashable]:
+        """Let static arguments be no leaves; return also what stands for their values in a key."""
+        wrapped = [_Static(a) if i in self.positions else a for i, a in enumerate(args)]
+        named = {k: _Static(v) if k in self.names else v for k, v in kwargs.items()}
+        static = [a.value for a in wrapped if type(a) is _Static]
+        static += [kwargs[k] for k in sorted(kwargs) if k in self.names]
+        for value in static:
+            if isinstance(value, Iterator):
+                raise used_up(f"a static argument of {_name(self._function)}", value)
+        return tuple(wrapped), named, Picture(static, static=True).key
+
+    def spelled(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]:
+        """Let arguments be given by position where they can be: one is the same input however it is given.
+
+        Returns:
+            The arguments by position, those by keyword, and the names of those that were by keyword before.
+        """
+        following = self._parameters[len(args) :] if kwargs and _code_of(self._function) is self._code else ()
+        moved = tuple(itertools.takewhile(kwargs.__contains__, following))
+        if moved:
+            args, kwargs = (*args, *map(kwargs.__getitem__, moved)), {k: v for k, v in kwargs.items() if k not in moved}
+        return args, kwargs, moved
+
+    def without_statics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call without those that are static."""
+        named = {k: v for k, v in kwargs.items() if k not in self.names}
+        return tuple(a for i, a in enumerate(args) if i not in self.positions), named
+
+    def _refused(self, given: Any, leaf: Any, moved: _Moved, reason: Exception | None = None) -> ArgumentError:
+        paths = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_whole)
+        where = next((path_name(path, moved) for path, value in paths if value is leaf), "an argument")
+        return refusal(where, leaf, reason)
 
 
-class ArgumentError(LazyError, TypeError):
-    """An argument of a compiled function is nothing that a program can take."""
-
-
-ArgumentError.__module__ = "lazymods"
+def _flatten(given: Any, moved: _Moved) -> tuple[list[Any], Any]:
+    """Take a pytree of arguments apart; say which of them is none."""
+    try:
+        return jax.tree.flatten(given, is_leaf=_is_whole)
+    except Exception as error:
+        args, kwargs = given
+        for name, value in (*enumerate(args), *kwargs.items()):
+            try:
+                jax.tree.flatten(value, is_leaf=_is_whole)
+            except Exception as reason:
+                own = moved[1][name - moved[0]] if isinstance(name, int) and moved[1] and name >= moved[0] else name
+                raise unreadable(f"argument {own}", value, reason) from error
+        raise
 
 
 class _Rebuild:
@@ -150,7 +205,10 @@ class _Rebuild:
 
     def __call__(self, arrays: Sequence[Any], of: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         waiting = iter(arrays)
-        leaves = [next(waiting) if k == Kind.ARRAY else of(v) for v, k in zip(self._leaves, self._kinds, strict=True)]
+        leaves = []
+        for leaf, kind in zip(self._leaves, self._kinds, strict=True):
+            again = kind <= _AGAIN
+            leaves.append(next(waiting) if kind == Kind.ARRAY else arrays[_AGAIN - kind] if again else of(leaf))
         args, kwargs = self._treedef.unflatten(leaves)
         return (
             tuple(of(a.value) if type(a) is _Static else a for a in args),
@@ -165,12 +223,36 @@ class _Rebuild:
         return [(path, values[n], self._kinds[n] == Kind.ARRAY) for path, n in paths]
 
 
-def path_name(path: Sequence[Any]) -> str:
-    """Name a place in ``(args, kwargs)``: ``argument 0['image']``, ``argument x``."""
+def path_name(path: Sequence[Any], moved: _Moved = (0, ())) -> str:
+    """Name a place in ``(args, kwargs)`` as it was given: ``argument 0['image']``, ``argument x``."""
     where, *rest = path
     first, rest = rest[0], rest[1:]
+    count, names = moved
     own = first.idx if where.idx == 0 else first.key
+    if names and where.idx == 0 and own >= count:
+        own = names[own - count]
     return f"argument {own}{jax.tree_util.keystr(tuple(rest))}"
+
+
+def _code_of(function: Any) -> types.CodeType | None:
+    """Return the code that runs when something is called; None if that is not known, as of a partial function."""
+    if kind_of_type(type(function)) is Kind.NODE:
+        function = inspect.getattr_static(type(function), "__call__", None)
+    function = getattr(function, "__func__", function)
+    return function.__code__ if isinstance(function, types.FunctionType) else None
+
+
+def _parameters_of(function: Any, code: types.CodeType | None) -> tuple[str, ...]:
+    """Return the names of the arguments that may be given by position or by keyword, after those of positions only.
+
+    They are the code's own: the signature of a wrapper is that of what it wraps, to which it may do anything.
+    """
+    if code is None:
+        return ()
+    is_bound = not isinstance(function, types.FunctionType)
+    only = max(code.co_posonlyargcount, is_bound)
+    names = (*[""] * only, *code.co_varnames[only : code.co_argcount])
+    return names[is_bound:]
 
 
 def _name(function: Any) -> str:

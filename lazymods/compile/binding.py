@@ -135,6 +135,10 @@ class Binding:
         """Return the value of each target as it is held, typed keys as such."""
         return [self.values[place] for place in self.places[self.inputs :]]
 
+    def leaf_of(self, at: Mapping[int, int], number: int) -> Any:
+        """Return the leaf that a program's body knows by a number; ``at`` are the numbers of its targets here."""
+        return self.leaves[number if number < self.inputs else self.inputs + at[number - self.inputs]]
+
     def numbers_of(self, targets: Mapping[int, Any]) -> dict[int, int]:
         """Return which of this call's targets some Variables and places are."""
         known = {mark_of(t): n for n, t in enumerate(self.targets)}

@@ -57,7 +57,9 @@ class BranchingProgram:
         self.takes = list(range(targets))
         self.at: dict[int, int] = {target: target for target in self.takes}
         self.ran = False
-        self.is_hopeless = False  # it reaches a model that can't be an input: its calls are done in plain Python
+        # It reaches a model that can't be an input, or a mutable array, which no path can pass on to the next: its
+        # calls are done in plain Python.
+        self.is_hopeless = False
         self._traced = traced
         self._signature: Any = signature_of(leaves)
         self._kinds: list[Any] | None = None  # the avals of leaves that fit: mostly the very same objects each time

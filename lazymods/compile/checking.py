@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem, one_line
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
@@ -42,9 +43,12 @@ def checked(
         LazyError: The first difference, by path: in outputs, values, structure, order, metadata, static attributes,
             sharing or random state; or an error that only one of both raised.
     """
-    copies = Copies(Picture(call.reach))
+    held = [array for array in call.constants if _compat_jit.is_reference(array)]
+    own_held = list(map(_own, held))
+    copies = Copies(Picture(call.reach), known={id(a): b for a, b in zip(held, own_held, strict=True)})
     _own_arrays(copies, call)
-    args, kwargs = arguments.rebuild([_own(a) for a in arguments.arrays], copies.of)
+    own = [_own(a) for a in arguments.arrays]
+    args, kwargs = arguments.rebuild(own, copies.of)
     for owner, attribute in attributes:
         copies.swap(owner, attribute)
     want, plain_error = None, None
@@ -67,8 +71,8 @@ def checked(
     labels += [f"captured {type(v).__name__}" for v in call.captured.values]
     compare(
         name,
-        [("output", want), *zip(labels, map(copies.of, call.reach), strict=True)],
-        [("output", got), *zip(labels, call.reach, strict=True)],
+        [("output", want), *zip(labels, map(copies.of, call.reach), strict=True), *_references(own + own_held)],
+        [("output", got), *zip(labels, call.reach, strict=True), *_references(arguments.arrays + held)],
     )
     return got
 
@@ -82,7 +86,13 @@ def _own_arrays(copies: Copies, call: Binding) -> None:
             copies.give(target, None, jax.tree.map(_own, leaf))
 
 
+def _references(arrays: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [("a mutable array", array[...]) for array in arrays if _compat_jit.is_reference(array)]
+
+
 def _own(value: Any) -> Any:
+    if _compat_jit.is_reference(value):
+        return jax.new_ref(value[...]) if isinstance(value, jax.Ref) else value.copy()
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, jax.Array) and not jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):

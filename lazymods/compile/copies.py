@@ -58,7 +58,8 @@ class Copies:
         known: Copies that are there already, by the id of their original.
 
     Attributes:
-        begun: By id of an original: what its twin holds when the function begins, a Variable's value among them.
+        begun: By id of an original: what its twin holds when the function begins, a Variable's value among them, and
+            what is in that.
     """
 
     def __init__(self, picture: Picture, reads: Reads | None = None, known: dict[int, Any] | None = None) -> None:
@@ -147,7 +148,8 @@ class Copies:
             if renewed and id(variable) not in self._renewed:
                 continue
             twin = self._memo[id(variable)]
-            self.begun[id(variable)] = (twin.get_raw_value(), dict(_compat.raw_metadata(twin)))
+            raw = twin.get_raw_value()
+            self.begun[id(variable)] = (raw, items_of(raw), dict(_compat.raw_metadata(twin)))
 
     def original(self, value: Any) -> Any:
         """Return what a value is the twin of; the value itself if it is no twin."""
@@ -328,6 +330,11 @@ class Copies:
             twin.update(items) if isinstance(contents, set) else twin.extend(items)
         if kind is not Kind.OBJECT and type(node).__dictoffset__:
             vars(twin).update({k: self.of(v) for k, v in vars(node).items()})
+
+
+def items_of(raw: Any) -> Any:
+    """Return what the value of a Variable holds if that is no array: a dict or list can be changed as it is."""
+    return None if kind_of(raw) <= Kind.ARRAY else jax.tree.flatten(raw)
 
 
 def object_contents(thing: Any) -> Any:

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 
 from lazymods._errors import LazyError, Problem
-from lazymods.compile.lowering import trace_only
+from lazymods.compile.lowering import staged
+from lazymods.compile.stages import Staged
 from lazymods.compile.tokens import Kind, kind_of
 
 
@@ -40,7 +41,10 @@ def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), *
     """
     from jax import export as jax_export  # jax imports it on request only
 
-    program, leaves, inputs = trace_only(fn_or_module, args, kwargs)
+    function = staged(fn_or_module)
+    with function.traced(args, kwargs) as (program, call):
+        inputs = call.inputs
+        leaves = [call.leaves[n] for n in program.leaf_numbers(inputs)]
     name = getattr(fn_or_module, "__qualname__", None) or type(fn_or_module).__qualname__
     if not program.record.returns_arrays:
         raise LazyError(
@@ -52,9 +56,11 @@ def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), *
             )
         )
     record, state = program.record, leaves[inputs:]
+    order = _order(function, args, kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        arrays = jax.tree.leaves((args, kwargs))
+        given = jax.tree.leaves((args, kwargs))
+        arrays = [given[number] for number in order]
         return record.result(program.tape([*arrays, *jax.tree.leaves(state)]))
 
     args, kwargs = jax.tree.map(_array_or_none, (args, kwargs), is_leaf=_is_whole)
@@ -68,6 +74,12 @@ def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), *
         raise LazyError(
             Problem(name, "no flatbuffers", "the package in whose format JAX exports", "pip install flatbuffers")
         ) from error
+
+
+def _order(function: Staged, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """Return the numbers of the arrays among the arguments as they are given, in the order of the program's inputs."""
+    leaves, treedef = jax.tree.flatten(jax.tree.map(_array_or_none, (args, kwargs), is_leaf=_is_whole))
+    return jax.tree.leaves(function.spelled(*treedef.unflatten(range(len(leaves)))))
 
 
 def _is_whole(value: Any) -> bool:

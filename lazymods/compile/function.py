@@ -39,22 +39,25 @@ from lazymods.compile.branching import BranchingProgram, MoreReadError
 from lazymods.compile.cache import Cache, CacheInfo
 from lazymods.compile.captures import Captures
 from lazymods.compile.checking import checked
+from lazymods.compile.clones import call_with, refuse_changes, refuse_lazy_clones
 from lazymods.compile.constants import HiddenModelError, check_constants
 from lazymods.compile.copies import Copies
 from lazymods.compile.explain import Situation, facts_of, named, note_path, note_trace
 from lazymods.compile.metrics import COUNTS
+from lazymods.compile.paths import NoPathError
 from lazymods.compile.picture import Reads
 from lazymods.compile.plan import Hot, Plan, hot_call
 from lazymods.compile.program import OtherSignatureError, Program, compile_body
 from lazymods.compile.records import Record, Replay
 from lazymods.compile.sizing import has_optimizer, size
+from lazymods.compile.stages import Staged
 from lazymods.compile.trace import Body, NotSizedError, Place, write
 
 _KEPT_SITUATIONS = 16  # for lm.explain()
-_TRACE, _EVAL = _compat_jit.TRACE, _compat_jit.EVAL
+_TRACE, _EVAL, _FLAX = _compat_jit.TRACE, _compat_jit.EVAL, _compat_jit.FLAX
 
 
-class JitFunction:
+class JitFunction(Staged):
     """A function compiled by :func:`lazymods.jit`."""
 
     is_jit = True  # for whoever has to know, without importing this file
@@ -116,7 +119,7 @@ class JitFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: C901  one frame: another costs as much as five lines
         """Call the function, compiled."""
         hot = self._hot
-        if hot is None or _TRACE.value is not _EVAL:
+        if hot is None or _TRACE.value is not _EVAL or _FLAX.tmp_static_cache is not None:
             return self._call(args, kwargs)
         given = (*args, *kwargs.values()) if kwargs else args
         if [*map(type, given)] != hot.types or ((kwargs or hot.keywords) and tuple(kwargs) != hot.keywords):
@@ -145,18 +148,20 @@ class JitFunction:
         except OtherSignatureError:
             self._has_signatures = True
             return self._call(args, kwargs)
-        except (MoreReadError, HiddenModelError, NotSizedError):  # of a new path: nothing was done yet
+        except (MoreReadError, HiddenModelError, NotSizedError, NoPathError):  # of a new path: nothing was done yet
             return self._call(args, kwargs)
         COUNTS.hits += 1
         if record is None:
             return out
-        return self._replay(record, out, self.bind(args, kwargs)[1], hot.plan)
+        return self.replay(record, out, self.bind(args, kwargs)[1], hot.plan)
 
     # ------------------------------------------------------------ the long way
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self._function(*args, **kwargs)
+        if _FLAX.tmp_static_cache is not None:
+            return call_with(_compat_jit.take_clones(), self, args, kwargs)
         arguments = self._splitter.split(args, kwargs)
         if _TRACE.value is not _EVAL:
             return self._call_inside(arguments, args, kwargs)
@@ -171,7 +176,7 @@ class JitFunction:
         try:
             if call.lazy:
                 with contextlib.suppress(*NOT_TRACEABLE):
-                    self._size(arguments, call)
+                    self.sized(arguments, call)
                 call = self._bind(arguments, whole=True)
             run = functools.partial(self._call_outside, arguments, args, kwargs)
             return checked(self.name, self._function, arguments, call, self._captures.attributes(), run)
@@ -187,6 +192,7 @@ class JitFunction:
             with self._lock:
                 call = self._bind(arguments)
                 if call.lazy:
+                    refuse_lazy_clones(self.name)
                     before = Snapshot(*call.reach)
                 try:
                     plan, call = self._plan(arguments, call)
@@ -203,11 +209,11 @@ class JitFunction:
                 record, outputs = self._run(plan, call, arguments)
             except MoreReadError:
                 return self._call_outside(arguments, args, kwargs)
-            except (HiddenModelError, NotSizedError) as error:  # of a new path
-                plan.program.is_hopeless, self._hot = isinstance(error, HiddenModelError), None
+            except (HiddenModelError, NotSizedError, NoPathError) as error:  # of a new path
+                plan.program.is_hopeless, self._hot = not isinstance(error, NotSizedError), None
                 return self._function(*args, **kwargs)
             key = (call.key, call.signature()) if record.only_sorts else None
-            out = self._replay(record, outputs, call, plan)
+            out = self.replay(record, outputs, call, plan)
             if key is not None:
                 self._note_sorted(key, self._bind(arguments))
             return out
@@ -245,7 +251,7 @@ class JitFunction:
         if plan.branches:
             return self._function(*args, **kwargs)
         record, outputs = self._run(plan, call, arguments)
-        return self._replay(record, outputs, call, plan)
+        return self.replay(record, outputs, call, plan)
 
     def _bind(self, arguments: Arguments, *, whole: bool = False) -> Binding:
         captured = self._captures.read(whole=whole)
@@ -302,27 +308,10 @@ class JitFunction:
         program.at = call.numbers_of({target: targets[target] for target in program.takes})
         return program, call
 
-    def trace_only(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, list[Any], int]:
-        """Trace the function and leave everything as it was; a lazy model stays lazy.
-
-        Returns:
-            The program, its leaves, and how many of them are arguments.
-        """
-        with self._lock:
-            arguments, call = self.bind(args, kwargs)
-            before = Snapshot(*call.reach) if call.lazy else None
-            try:
-                program, call = self._make_sized(arguments, call)
-                leaves = [call.leaves[n] for n in program.leaf_numbers(call.inputs)]
-                return program, leaves, call.inputs
-            finally:
-                if before is not None:
-                    before.restore()
-
     def _make_any(self, arguments: Arguments, call: Binding) -> tuple[Any, Binding]:
         """Do what :meth:`make` does; where Python decides on values, the program has a path for each decision."""
         try:
-            return self._make_sized(arguments, call)
+            return self.make_sized(arguments, call)
         except NOT_TRACEABLE:
             if call.lazy or not call.executing:
                 raise
@@ -330,21 +319,22 @@ class JitFunction:
         check = functools.partial(check_constants, self.name, known=call.constants)
         program = BranchingProgram(call.leaves, len(call.targets), self.max_paths, self.name, self._note_path, check)
         program.at = call.numbers_of(dict(enumerate(call.targets)))
+        program.is_hopeless = any(_compat_jit.is_reference(v) for v in jax.tree.leaves([call.leaves, call.constants]))
         return program, call
 
-    def _make_sized(self, arguments: Arguments, call: Binding) -> tuple[Program, Binding]:
+    def make_sized(self, arguments: Arguments, call: Binding) -> tuple[Program, Binding]:
         """Do what :meth:`make` does; what is lazy is sized before if it can't be initialized in the trace."""
         if call.lazy and has_optimizer(call):
-            call = self._size(arguments, call)
+            call = self.sized(arguments, call)
         try:
             return self.make(arguments, call)
         except (NotSizedError, UninitializedError, ValueError, TraceContextError) as error:
             expected = isinstance(error, (NotSizedError, UninitializedError))
             if not (call.lazy and call.executing) or not (expected or _compat_jit.is_of_another_trace(error)):
                 raise
-            return self.make(arguments, self._size(arguments, self._bind(arguments)))
+            return self.make(arguments, self.sized(arguments, self._bind(arguments)))
 
-    def _size(self, arguments: Arguments, call: Binding) -> Binding:
+    def sized(self, arguments: Arguments, call: Binding) -> Binding:
         """Initialize the lazy layers that the call reaches; return the call anew."""
         if call.lazy:
             size(self._function, arguments, call, self._captures.attributes())
@@ -379,9 +369,11 @@ class JitFunction:
         COUNTS.add(compiles=1, compile_time=time.perf_counter() - start)
         return done
 
-    def _replay(self, record: Record, outputs: Sequence[Any], call: Binding, plan: Plan) -> Any:
+    def replay(self, record: Record, outputs: Sequence[Any], call: Binding, plan: Plan) -> Any:
         """Write what the program computed, bring about what else the function did, and return what it returned."""
-        replay = Replay(record, outputs, call.reach)
+        replay = Replay(record, outputs, call.reach, functools.partial(call.leaf_of, plan.program.at))
+        if record.changes:
+            refuse_changes(self.name, replay.changed())
         targets = [call.targets[plan.program.at[t]] for t, _ in record.writes]
         if not call.executing:
             for thing in (*(t for t in targets if not isinstance(t, Place)), *replay.changed()):

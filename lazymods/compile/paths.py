@@ -28,6 +28,10 @@ from lazymods.lazytensor.kinds import kind_of
 Body = Callable[[list[Any]], tuple[Sequence[Any], Any]]
 
 
+class NoPathError(Exception):
+    """A mutable array is made, which no segment could pass on to the next: the call is for plain Python (private)."""
+
+
 class _Segment:
     """A program from one decision to the next, or to the end.
 
@@ -248,6 +252,8 @@ class _Recording:
 
     def note(self, primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
         """Note one operation (see :class:`lazymods._compat.tracing.Recording`)."""
+        if tracing.allocates(primitive):
+            raise NoPathError
         cells = [x.cell if self._is_own(x) else self._fixed(x) for x in inputs]
         node = Node(kind_of(primitive, tuple([c.aval for c in cells]), params, tracing.settings()), cells)
         for cell in node.outputs:

@@ -112,13 +112,16 @@ class Hot:
 
     __slots__ = ("arrays", "glance", "keywords", "plan", "roots", "signature", "types")
 
-    def __init__(self, args: tuple[Any, ...], keywords: tuple[str, ...], call: Binding, plan: Plan) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], keywords: tuple[str, ...], moved: tuple[str, ...], call: Binding, plan: Plan
+    ) -> None:
         self.types, self.keywords, self.plan = [*map(type, args)], keywords, plan
         self.glance: Glance | None = None
         self.signature: list[Any] | None = None
         graphs = iter(map(weakref.ref, call.graphs))
         count = len(args) - len(keywords)
-        by_name = sorted(range(count, len(args)), key=lambda n: keywords[n - count])  # as in a pytree
+        names = (*moved, *sorted(set(keywords) - set(moved)))  # as in the pytree of the arguments
+        by_name = [count + keywords.index(name) for name in names]
         inputs: list[tuple[int, Any]] = []
         self.roots = []
         for number in (*range(count), *by_name):
@@ -155,10 +158,12 @@ def hot_call(
         return None
     if plan.branches and plan.program.is_hopeless:
         return None
+    if any(_compat_jit.is_reference(array) for array in arguments.arrays):  # which of them are the same is in the key
+        return None
     given = (*args, *kwargs.values())
     whole = sum(kind_of_type(type(value)) is Kind.NODE for value in given)
     if whole != len(arguments.roots):  # some are inside pytrees
         return None
-    hot = Hot(given, tuple(kwargs), call, plan)
+    hot = Hot(given, tuple(kwargs), arguments.moved, call, plan)
     hot.glance = captures.glance(call.captured)
     return hot

@@ -60,6 +60,10 @@ class Tape:
         """Let only these outputs, by number, be wanted."""
         self._outputs = list(outputs)
 
+    def out_avals(self) -> list[Any]:
+        """Return the types of the outputs that are wanted."""
+        return [self._jaxpr.outvars[number].aval for number in self._outputs]
+
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run it in the current trace."""
         consts = self._consts
@@ -140,9 +144,14 @@ class Program:
 
     def executable(self, leaves: Sequence[Any]) -> _compat_jit.Executable | None:
         """Return what is compiled for these leaves, with its arguments in this order; see ``executable_of``."""
+        jitted, arguments = self.arranged(leaves)
+        return _compat_jit.executable_of(jitted, *arguments)
+
+    def arranged(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """Return what ``jax.jit`` made of the program, and the arguments with which it is called for these leaves."""
         if not self.donated:
-            return _compat_jit.executable_of(self.launch, leaves)
-        return _compat_jit.executable_of(self._run, self._moving(leaves), self._still(leaves))
+            return self.launch, (leaves,)
+        return self._run, (self._moving(leaves), self._still(leaves))
 
     def leaf_numbers(self, inputs: int) -> list[int]:
         """Return which leaves of a call the program takes, in its order; ``inputs`` of them are arguments."""

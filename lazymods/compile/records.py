@@ -8,7 +8,8 @@ the program's outputs, objects that the function made by how to make them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import jax
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
 from lazymods.compile.attributes import Attributes, new_object
-from lazymods.compile.copies import Copies, class_of, object_contents
+from lazymods.compile.copies import Copies, class_of, items_of, object_contents
 from lazymods.compile.picture import Picture, Reads, contents_of, held_by, refill
 from lazymods.compile.statics import refuse_unrepeatable
 from lazymods.compile.tokens import Kind, kind_of, token
@@ -41,6 +42,13 @@ class Old:
 @dataclasses.dataclass(frozen=True)
 class New:
     """The object of that number among those that the function made."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """The leaf of the call of that number: a mutable array, which no program can return."""
 
     number: int
 
@@ -193,7 +201,12 @@ def _size(value: Any) -> Any:
 
 
 def describe(
-    out: Any, base: Picture, copies: Copies, targets: Mapping[int, Any], reads: Reads | None
+    out: Any,
+    base: Picture,
+    copies: Copies,
+    targets: Mapping[int, Any],
+    reads: Reads | None,
+    leaves: Sequence[Any] = (),
 ) -> tuple[Record, list[Any]]:
     """Write a record of a run.
 
@@ -203,6 +216,7 @@ def describe(
         copies: Their copies, on which the function has run.
         targets: By number, what leaves of the program are the values of.
         reads: What ``base`` leaves out.
+        leaves: The leaves with which it has run.
 
     Returns:
         The record, and the program's outputs: tracers, or arrays that do not depend on any input.
@@ -210,12 +224,13 @@ def describe(
     Raises:
         LazyError: If the function returned or stored what no further call could make again.
     """
-    return _Writer(base, copies).write(out, targets, reads)
+    return _Writer(base, copies, leaves).write(out, targets, reads)
 
 
 class _Writer:
-    def __init__(self, base: Picture, copies: Copies) -> None:
+    def __init__(self, base: Picture, copies: Copies, leaves: Sequence[Any]) -> None:
         self._base, self._copies = base, copies
+        self._references = {id(leaf): number for number, leaf in enumerate(leaves) if _compat_jit.is_reference(leaf)}
         self._arrays: list[Any] = []
         self._outputs: dict[int, Out] = {}
         self._made: list[Made] = []
@@ -236,12 +251,12 @@ class _Writer:
         return record, self._arrays
 
     def _variable(self, number: int, variable: Any, target: int | None, writes: Any, changes: Any) -> None:
-        copy, (begun, metadata_before) = self._copies.of(variable), self._copies.begun[id(variable)]
+        copy, (begun, items, metadata_before) = self._copies.of(variable), self._copies.begun[id(variable)]
         raw, cls, metadata = copy.get_raw_value(), type(copy), _compat.raw_metadata(copy)
         same_kind = cls is type(variable) and _same_metadata(metadata, metadata_before)
-        if same_kind and raw is begun:
+        if same_kind and raw is begun and (items is None or _same_tree(items_of(raw), items)):
             return
-        if same_kind and target is not None and kind_of(raw) is Kind.ARRAY:
+        if same_kind and target is not None and self._can_be_output(raw):
             writes.append((target, self._own_output(raw)))
             return
         contents = (self._tree(raw), {k: self._part(v) for k, v in metadata.items()})
@@ -262,7 +277,7 @@ class _Writer:
             self._orders.append((number, list(after)))
             ordered = True
         if same_class and len(after) == len(begun) and ordered and all((id(node), k) in places for k in moved):
-            if all(kind_of(after[k]) is Kind.ARRAY for k in moved):
+            if all(self._can_be_output(after[k]) for k in moved):
                 writes += [(places[id(node), k], self._own_output(after[k])) for k in moved]
                 return
         if kind is Kind.OBJECT:
@@ -277,7 +292,12 @@ class _Writer:
 
     # ------------------------------------------------------------ values
 
-    def _output(self, array: Any) -> Out:
+    def _can_be_output(self, value: Any) -> bool:
+        return kind_of(value) is Kind.ARRAY and id(value) not in self._references
+
+    def _output(self, array: Any) -> Out | Given:
+        if id(array) in self._references:
+            return Given(self._references[id(array)])
         if id(array) not in self._outputs:
             self._outputs[id(array)] = Out(len(self._arrays))
             self._arrays.append(array)
@@ -342,6 +362,11 @@ def _same_value(a: Any, b: Any) -> bool:
     return False
 
 
+def _same_tree(a: Any, b: Any) -> bool:
+    (leaves, treedef), (leaves_before, treedef_before) = a, b
+    return treedef == treedef_before and all(map(operator.is_, leaves, leaves_before))
+
+
 def _same_items(a: Any, b: Any) -> bool:
     if isinstance(a, set):
         return set(map(token, a)) == set(map(token, b))
@@ -362,10 +387,13 @@ class Replay:
         record: The record.
         outputs: The program's outputs.
         reach: What the function can reach, as in the trace.
+        leaf: Returns a leaf of the call, by number.
     """
 
-    def __init__(self, record: Record, outputs: Sequence[Any], reach: Sequence[Any]) -> None:
-        self._record, self._outputs = record, outputs
+    def __init__(
+        self, record: Record, outputs: Sequence[Any], reach: Sequence[Any], leaf: Callable[[int], Any] | None = None
+    ) -> None:
+        self._record, self._outputs, self._leaf = record, outputs, leaf
         self._base = None if record.is_plain and not record.orders else Picture(reach, reads=record.reads)
         self._new = [self._empty(made) for made in record.made]
         for made, thing in zip(record.made, self._new, strict=True):
@@ -420,6 +448,8 @@ class Replay:
                 return self._outputs[number]
             case Value(value):
                 return value
+            case Given(number):
+                return self._leaf(number)  # type: ignore[misc]
             case Old(number, is_variable):
                 return (self._base.variables if is_variable else self._base.nodes)[number]  # type: ignore[union-attr]
             case New(number):
@@ -428,14 +458,16 @@ class Replay:
                 return before[key]
             case Tree(treedef, parts):
                 return treedef.unflatten([self.value(p) for p in parts])
-            case Group(Kind.METHOD, function, (owner,)):
-                return function.__get__(self.value(owner))
-            case Group(Kind.PARTIAL, cls, (function, args, keywords)):
-                return cls(self.value(function), *self.value(args), **self.value(keywords))
-            case Group(_, cls, parts):
-                made = [self.value(p) for p in parts]
-                return cls(*made) if hasattr(cls, "_fields") else cls(made)
+            case Group(kind, cls, parts):
+                return self._group(kind, cls, [self.value(p) for p in parts])
         raise TypeError(f"no part of a record: {part!r}")
+
+    def _group(self, kind: Kind, cls: Any, parts: list[Any]) -> Any:
+        if kind is Kind.METHOD:
+            return cls.__get__(parts[0])
+        if kind is Kind.PARTIAL:
+            return cls(parts[0], *parts[1], **parts[2])
+        return cls(*parts) if hasattr(cls, "_fields") else cls(parts)
 
     def _empty(self, made: Made) -> Any:
         if made.kind is Kind.VARIABLE:
@@ -460,7 +492,7 @@ class Replay:
 
 
 def has_objects(part: Any) -> bool:
-    """Whether a part of a record stands for a node or Variable, or holds one that does."""
+    """Whether a part of a record stands for an object or a mutable array, or holds one that does."""
     if isinstance(part, (Tree, Group)):
         return any(map(has_objects, part.parts))
-    return isinstance(part, (Old, New))
+    return isinstance(part, (Old, New, Given))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from lazymods._compat.jit import REFERENCES
 from lazymods._errors import describe, short_dtype
 from lazymods.compile.tokens import Same, token
 
@@ -104,13 +105,13 @@ def _in_set(value: Any) -> Any:
 
 def is_value(value: Any) -> bool:
     """Whether a value is a number or an array."""
-    return isinstance(value, (bool, int, float, complex, np.generic, np.ndarray, jax.Array, Tracer, jax.Ref))
+    return isinstance(value, (bool, int, float, complex, np.generic, np.ndarray, jax.Array, Tracer, *REFERENCES))
 
 
 def values_differ(want: Any, got: Any) -> tuple[str, str] | None:
     """Say what is there instead of a number or array, if it is another one."""
-    mutable = isinstance(want, jax.Ref)
-    if not is_value(want) or not is_value(got) or mutable != isinstance(got, jax.Ref):
+    mutable = isinstance(want, REFERENCES)
+    if not is_value(want) or not is_value(got) or mutable != isinstance(got, REFERENCES):
         return class_of(got), class_of(want)
     if mutable:
         want, got = want[...], got[...]

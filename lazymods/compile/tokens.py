@@ -22,6 +22,7 @@ from flax import nnx
 from flax.typing import HashableMapping
 from jax.core import Tracer
 
+from lazymods._compat.jit import REFERENCES
 from lazymods.compile.attributes import slots_of
 
 
@@ -50,6 +51,8 @@ _OPEN_CLASSES: frozenset[type] = frozenset((types.SimpleNamespace,))
 @functools.lru_cache(maxsize=4096)
 def kind_of_type(cls: type) -> Kind:
     """Tell what values of a class are to a walk."""
+    if cls in REFERENCES:
+        return Kind.ARRAY
     if issubclass(cls, nnx.Variable):
         return Kind.VARIABLE
     if issubclass(cls, nnx.Pytree):

@@ -23,6 +23,8 @@ from lazymods.compile.copies import Copies
 from lazymods.compile.picture import Picture, Reads, held_by, with_inputs
 from lazymods.compile.records import Record, describe
 
+_compat_tracing.let_tracers_be_data()
+
 
 class Place:
     """Where an array is that is no Variable's: the attribute of an object, or the item of a dict or list."""
@@ -180,7 +182,7 @@ class Body:
         self.kept = [n for n, t in enumerate(self.targets) if mark_of(t) in known]
         targets = {n: self.targets[n] for n in self.kept}
         targets |= enumerate((target for target, _ in self.adopted), len(self.targets))
-        self.record, outputs = describe(out, base, copies, targets, reads)
+        self.record, outputs = describe(out, base, copies, targets, reads, leaves)
         return outputs
 
 

@@ -1,0 +1,95 @@
+"""Arguments that no program can take: each is named, with its place and type, and what to write for its kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import io
+import types
+from collections.abc import Callable, Iterator, MutableSet, Set
+from typing import Any
+
+import jax
+import numpy as np
+
+from lazymods._errors import LazyError, Problem, describe, one_line
+
+_NEEDED = "arrays, numbers and nnx objects, in any pytree: they are the inputs of the compiled program"
+_STATIC = "lm.jit(fn, static_argnames=...) with the parameter's name, if it is part of the program"
+
+
+class ArgumentError(LazyError, TypeError):
+    """An argument of a compiled function is nothing that a program can take."""
+
+
+ArgumentError.__module__ = "lazymods"
+
+
+def refusal(where: str, value: Any, reason: Exception | None = None) -> ArgumentError:
+    """Return the error for an argument, or a part of one, that is no input.
+
+    Args:
+        where: Its name and path.
+        value: The value.
+        reason: Why JAX refuses it, if it is a number or an array.
+    """
+    got = describe(value) if type(value) is str else _article(type(value).__name__)
+    if reason is not None:
+        got += f": {one_line(reason)}"
+    return ArgumentError(Problem(where, got, _NEEDED, _line(value)))
+
+
+def unreadable(where: str, value: Any, reason: Exception) -> ArgumentError:
+    """Return the error for an argument that JAX can't take apart, such as a dict whose keys have no order."""
+    got = f"{_article(type(value).__name__)}: {one_line(reason)}"
+    return ArgumentError(
+        Problem(where, got, "a pytree that JAX can take apart", "keys of one type, or nodes that flatten")
+    )
+
+
+def used_up(where: str, value: Any) -> ArgumentError:
+    """Return the error for a static argument that can be used once."""
+    needed = "a value that stays what it is: the program is compiled with it, and would go on with what it gave first"
+    return ArgumentError(Problem(where, _article(type(value).__name__), needed, _line(value)))
+
+
+def reason_against(value: Any) -> Exception | None:
+    """Return why JAX refuses a number or an array that is none of its own; None if it takes it."""
+    try:
+        jax.typeof(value)
+        return ValueError("a mask, which JAX does not know") if isinstance(value, np.ma.MaskedArray) else None
+    except (TypeError, ValueError, OverflowError) as error:
+        return error
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+_LINES: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (lambda v: isinstance(v, io.IOBase), "what is to be read from it, as an array"),
+    (lambda v: isinstance(v, Iterator), "list(...) of it, or next(...): an iterator can be used once"),
+    (lambda v: isinstance(v, (set, frozenset, Set, MutableSet)), "sorted(...) of it: a set has no order"),
+    (lambda v: isinstance(v, np.ma.MaskedArray), "its filled() values, and its mask as an argument of its own"),
+    (lambda v: isinstance(v, (np.ndarray, np.generic)), "an array of numbers, in the machine's byte order"),
+    (lambda v: isinstance(v, int), "jnp.asarray(...) of it with a dtype that holds it"),
+    (lambda v: type(v).__module__.partition(".")[0] == "torch", "jnp.from_dlpack(...) of it, or its numpy()"),
+    (
+        lambda v: dataclasses.is_dataclass(v) and not isinstance(v, type),
+        "jax.tree_util.register_dataclass(...) for its class, or an nnx.Pytree for its base",
+    ),
+    (
+        lambda v: _is_object(v),
+        "an nnx.Pytree for the base of its class if it holds arrays; static_argnames=... if it is part of the program",
+    ),
+)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an object of a class that somebody wrote, with attributes of its own."""
+    plain = (type, enum.Enum, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+    return hasattr(value, "__dict__") and not isinstance(value, plain)
+
+
+def _line(value: Any) -> str:
+    return next((line for fits, line in _LINES if fits(value)), _STATIC)
