@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from lazymods._errors import ConfigurationError, LazyError, Problem, describe
+from lazymods.compile.given import Given, Orders, fresh, orders_of, put_in_order
 from lazymods.compile.picture import Picture
 from lazymods.compile.tokens import Kind, kind_of_type
 
@@ -28,6 +29,7 @@ class Arguments(NamedTuple):
         rebuild: Puts other arrays in the same places: ``rebuild(arrays, of) -> (args, kwargs)``, where ``of`` returns
             what stands for a value that is no array.
         names: Returns what each array is called in a message.
+        given: Returns the containers among the arguments, as they are.
     """
 
     arrays: list[Any]
@@ -37,6 +39,7 @@ class Arguments(NamedTuple):
     statics: bool
     rebuild: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     names: Callable[[], list[str]]
+    given: Callable[[], Given]
 
 
 def is_input(cls: type) -> bool:
@@ -71,6 +74,7 @@ class Splitter:
     def __init__(self, function: Any, static_argnames: tuple[str, ...]) -> None:
         self.names = static_argnames
         self.positions: tuple[int, ...] = ()
+        self._keeps_order = _takes_any_keyword(function)
         if static_argnames:
             parameters = inspect.signature(function).parameters
             missing = [n for n in static_argnames if n not in parameters]
@@ -92,6 +96,7 @@ class Splitter:
             ArgumentError: If one is neither an array nor an nnx object, and not declared static.
         """
         statics: Hashable = ()
+        given = (args, kwargs)
         if self.names:
             wrapped = [_Static(a) if i in self.positions else a for i, a in enumerate(args)]
             named = {k: _Static(v) if k in self.names else v for k, v in kwargs.items()}
@@ -114,10 +119,12 @@ class Splitter:
             elif cls is not _Static:
                 self._refuse(args, kwargs, leaf)
             kinds.append(int(kind) if cls is not _Static else -1)
+        orders = orders_of(_pytrees(args, kwargs))
+        names = tuple(kwargs) if self._keeps_order else ()
         # a treedef compares the nodes' own data with ==; a static argument's value stands in the key by its token
-        key = (treedef, tuple(kinds), statics)
-        rebuild = _Rebuild(leaves, treedef, kinds)
-        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.names)
+        key = (treedef, tuple(kinds), statics, orders, names)
+        rebuild = _Rebuild(leaves, treedef, kinds, orders, given)
+        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.names, rebuild.given)
 
     def _refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaf: Any) -> None:
         for path, value in jax.tree_util.tree_leaves_with_path((args, kwargs), is_leaf=_is_whole):
@@ -143,25 +150,45 @@ ArgumentError.__module__ = "lazymods"
 class _Rebuild:
     """Puts arrays back into the places of a call's arguments."""
 
-    __slots__ = ("_kinds", "_leaves", "_treedef")
+    __slots__ = ("_given", "_kinds", "_leaves", "_orders", "_treedef")
 
-    def __init__(self, leaves: list[Any], treedef: Any, kinds: list[int]) -> None:
+    def __init__(self, leaves: list[Any], treedef: Any, kinds: list[int], orders: Orders, given: Any) -> None:
         self._leaves, self._treedef, self._kinds = leaves, treedef, kinds
+        self._orders, self._given = orders, given
 
     def __call__(self, arrays: Sequence[Any], of: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         waiting = iter(arrays)
         leaves = [next(waiting) if k == Kind.ARRAY else of(v) for v, k in zip(self._leaves, self._kinds, strict=True)]
         args, kwargs = self._treedef.unflatten(leaves)
+        put_in_order(_pytrees(args, kwargs), self._orders, leaves)
         return (
-            tuple(of(a.value) if type(a) is _Static else a for a in args),
-            {k: of(v.value) if type(v) is _Static else v for k, v in kwargs.items()},
+            tuple(of(fresh(a.value)) if type(a) is _Static else a for a in args),
+            {k: of(fresh(v.value)) if type(v := kwargs[k]) is _Static else v for k in self._given[1]},
         )
+
+    def given(self) -> Given:
+        """Return the containers among the arguments, as they are."""
+        return Given(*self._given)
 
     def names(self) -> list[str]:
         """Name the arrays, in their order: ``args[0]``, ``x['image']``."""
         numbered = self._treedef.unflatten(list(range(len(self._leaves))))
         paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(numbered)]
         return [name for name, kind in zip(paths, self._kinds, strict=True) if kind == Kind.ARRAY]
+
+
+def _pytrees(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments in an order that does not depend on that of keywords."""
+    return [*args, *(kwargs[name] for name in sorted(kwargs))]
+
+
+def _takes_any_keyword(function: Any) -> bool:
+    """Whether a function may see in which order its keyword arguments came."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def path_name(path: Sequence[Any]) -> str:

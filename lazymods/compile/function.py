@@ -42,6 +42,7 @@ from lazymods.compile.checking import checked
 from lazymods.compile.constants import HiddenModelError, check_constants
 from lazymods.compile.copies import Copies
 from lazymods.compile.explain import Situation, note_path, note_trace, structure_of
+from lazymods.compile.given import Given
 from lazymods.compile.metrics import COUNTS
 from lazymods.compile.picture import Picture, Reads
 from lazymods.compile.plan import Hot, Plan, hot_call
@@ -346,9 +347,10 @@ class JitFunction:
         return self._bind(arguments)
 
     def _body(self, arguments: Arguments, call: Binding) -> Body:
-        def run(copies: Copies, arrays: Sequence[Any]) -> Any:
+        def run(copies: Copies, arrays: Sequence[Any]) -> tuple[Any, Given]:
             args, kwargs = arguments.rebuild(arrays, copies.of)
-            return copies.of(self._function)(*args, **kwargs)
+            given = Given(args, kwargs)
+            return copies.of(self._function)(*args, **kwargs), given
 
         reads = self._reads if call.captured.has_objects else None
         return Body(run, call.reach, call.inputs, call.targets, call.impls, reads, self._captures.attributes())
@@ -362,7 +364,9 @@ class JitFunction:
     def _run(self, plan: Plan, call: Binding, arguments: Arguments) -> tuple[Record, Sequence[Any]]:
         leaves = plan.leaves(list(call.values))
         program: Any = plan.program
-        if plan.branches:
+        if not plan.branches:
+            _check_given(program.record, call)  # before anything is donated
+        else:
             program = functools.partial(program, make_body=lambda: self._body(arguments, call))
         if plan.program.ran:
             done = program(leaves)
@@ -376,7 +380,9 @@ class JitFunction:
 
     def _replay(self, record: Record, outputs: Sequence[Any], call: Binding, plan: Plan) -> Any:
         """Write what the program computed, bring about what else the function did, and return what it returned."""
-        replay = Replay(record, outputs, call.reach)
+        if plan.branches:
+            _check_given(record, call)
+        replay = Replay(record, outputs, call.reach, None if record.is_plain else call.given())
         targets = [call.targets[plan.program.at[t]] for t, _ in record.writes]
         if not call.executing:
             for thing in (*(t for t in targets if not isinstance(t, Place)), *replay.changed()):
@@ -410,6 +416,12 @@ class JitFunction:
         now = Situation(inputs, structure, _compat_jit.trace_context())
         note_trace(self.name, now, self._situations)
         self._situations.append(now)
+
+
+def _check_given(record: Record, call: Binding) -> None:
+    """Refuse a call that would have to change a container which it has in several places."""
+    if record.given:
+        call.given().refuse_shared([number for number, _ in record.given], call.nodes())
 
 
 @overload

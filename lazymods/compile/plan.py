@@ -19,6 +19,7 @@ from lazymods.compile.arguments import Arguments, is_input
 from lazymods.compile.binding import Binding
 from lazymods.compile.branching import BranchingProgram
 from lazymods.compile.captures import Captures, Glance
+from lazymods.compile.given import layout
 from lazymods.compile.launch import Launcher
 from lazymods.compile.program import OtherSignatureError, Program, getter
 from lazymods.compile.records import Out, Record
@@ -101,7 +102,7 @@ class Hot:
     Attributes:
         types: The classes of the arguments, positional ones first.
         keywords: The names of the keyword arguments.
-        arrays: The arguments that are inputs: all of a slice, or one by one as ``(number, treedef)``; the
+        arrays: The arguments that are inputs: all of a slice, or one by one as ``(number, treedef, layout)``; the
             treedef is None for one that is no pytree.
         roots: ``(number, graph)`` of each nnx object, the graph weakly; those that the function closes over are
             counted after the arguments.
@@ -119,29 +120,30 @@ class Hot:
         graphs = iter(map(weakref.ref, call.graphs))
         count = len(args) - len(keywords)
         by_name = sorted(range(count, len(args)), key=lambda n: keywords[n - count])  # as in a pytree
-        inputs: list[tuple[int, Any]] = []
+        inputs: list[tuple[int, Any, Any]] = []
         self.roots = []
         for number in (*range(count), *by_name):
             if kind_of_type(self.types[number]) is Kind.NODE:
                 self.roots.append((number, next(graphs)))
             else:
                 whole = is_input(self.types[number])
-                inputs.append((number, None if whole else jax.tree.structure(args[number])))
+                structure = (None, None) if whole else (jax.tree.structure(args[number]), layout(args[number]))
+                inputs.append((number, *structure))
         self.roots += enumerate(graphs, len(args))
         start = len(args) - len(inputs)
-        plain = all(treedef is None for _, treedef in inputs)  # == would ask a treedef, which is for treedefs only
-        ends = plain and [number for number, _ in inputs] == list(range(start, len(args)))
+        plain = all(treedef is None for _, treedef, _ in inputs)  # == would ask a treedef, which is for treedefs only
+        ends = plain and [number for number, _, _ in inputs] == list(range(start, len(args)))
         self.arrays = slice(start, None) if ends else inputs
 
     def gather(self, args: tuple[Any, ...]) -> list[Any] | None:
         """Return the inputs among the arguments; None if a pytree is another."""
         values: list[Any] = []
-        for number, treedef in self.arrays:  # type: ignore[union-attr]
+        for number, treedef, keys in self.arrays:  # type: ignore[union-attr]
             if treedef is None:
                 values.append(args[number])
             else:
                 leaves, found = jax.tree.flatten(args[number])
-                if found != treedef:
+                if found != treedef or layout(args[number]) != keys:
                     return None
                 values += leaves
         return values
@@ -153,7 +155,7 @@ def hot_call(
     """Return how to take the short way for calls like this one; None if there is none."""
     if arguments.variables or arguments.statics or not call.is_simple or not plan.program.can_be_kept:
         return None
-    if plan.branches and plan.program.is_hopeless:
+    if plan.program.is_hopeless if plan.branches else plan.program.record.given:
         return None
     given = (*args, *kwargs.values())
     whole = sum(kind_of_type(type(value)) is Kind.NODE for value in given)

@@ -16,6 +16,7 @@ import jax
 from lazymods import _compat, _compat_jit
 from lazymods.compile.attributes import Attributes, new_object
 from lazymods.compile.copies import Copies, class_of, object_contents
+from lazymods.compile.given import Given, Orders, orders_of, put_in_order
 from lazymods.compile.picture import Picture, Reads, contents_of, held_by, refill
 from lazymods.compile.statics import refuse_unrepeatable
 from lazymods.compile.tokens import Kind, kind_of, token
@@ -40,6 +41,13 @@ class Old:
 @dataclasses.dataclass(frozen=True)
 class New:
     """The object of that number among those that the function made."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """The container of that number among the arguments."""
 
     number: int
 
@@ -74,10 +82,11 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A pytree of other parts."""
+    """A pytree of other parts, and the order of the keys of its dicts."""
 
     treedef: Any
     parts: tuple[Any, ...]
+    orders: Orders = ()
 
 
 @dataclasses.dataclass
@@ -118,6 +127,7 @@ class Record:
         reads: What the function had read of objects: what numbers stand for depends on it.
         orders: The attributes of nnx objects, by number, that are in another order than before, as transforms of NNX
             leave them. A call that is like the last one need not look: they are so by then.
+        given: What containers among the arguments, by number, hold afterwards.
         is_plain: Whether the function only wrote values, and returned nothing but arrays and static values.
         passes_on: Whether a new value is one of the program's inputs, unchanged: two Variables then hold one array. Or
             of another size than the one before: a guard may rely on that.
@@ -130,16 +140,17 @@ class Record:
     outputs: list[Out]
     reads: Reads | None = None
     orders: list[tuple[int, list[str]]] = dataclasses.field(default_factory=list)
+    given: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Find the short ways of doing it again."""
         self.passes_on = False
-        self.is_plain = not (self.changes or self.made or has_objects(self.out))
+        self.is_plain = not (self.changes or self.made or self.given or has_objects(self.out))
 
     @property
     def only_sorts(self) -> bool:
         """Whether attributes of nnx objects are in another order, and nothing else but values has changed."""
-        return bool(self.orders) and not (self.changes or self.made)
+        return bool(self.orders) and not (self.changes or self.made or self.given)
 
     @property
     def returns_arrays(self) -> bool:
@@ -150,7 +161,7 @@ class Record:
         """Return what the function returned, if that was nothing but arrays and static values."""
         if type(self.out) is Out:
             return outputs[self.out.number]
-        return Replay(self, outputs, ()).out()
+        return Replay(self, outputs, (), None).out()
 
     def find_unchanged(
         self, outputs: Sequence[Any], inputs: Sequence[Any], places: Mapping[int, int | None]
@@ -192,7 +203,7 @@ def _size(value: Any) -> Any:
 
 
 def describe(
-    out: Any, base: Picture, copies: Copies, targets: Mapping[int, Any], reads: Reads | None
+    out: Any, base: Picture, copies: Copies, targets: Mapping[int, Any], reads: Reads | None, given: Given
 ) -> tuple[Record, list[Any]]:
     """Write a record of a run.
 
@@ -202,19 +213,22 @@ def describe(
         copies: Their copies, on which the function has run.
         targets: By number, what leaves of the program are the values of.
         reads: What ``base`` leaves out.
+        given: The containers among its arguments, as they were when it began.
 
     Returns:
         The record, and the program's outputs: tracers, or arrays that do not depend on any input.
 
     Raises:
-        LazyError: If the function returned or stored what no further call could make again.
+        LazyError: If the function returned or stored what no further call could make again, or has written to an
+            argument that no further call could write to.
     """
-    return _Writer(base, copies).write(out, targets, reads)
+    return _Writer(base, copies, given).write(out, targets, reads)
 
 
 class _Writer:
-    def __init__(self, base: Picture, copies: Copies) -> None:
-        self._base, self._copies = base, copies
+    def __init__(self, base: Picture, copies: Copies, given: Given) -> None:
+        self._base, self._copies, self._given = base, copies, given
+        self._passed = {id(thing): number for number, thing in enumerate(given.things)}
         self._arrays: list[Any] = []
         self._outputs: dict[int, Out] = {}
         self._made: list[Made] = []
@@ -231,8 +245,18 @@ class _Writer:
             self._variable(number, variable, numbers.get(id(variable)), writes, changes)
         for number, node in enumerate(self._base.nodes):
             self._node(number, node, places, writes, changes)
-        record = Record(described, writes, changes, self._made, list(self._outputs.values()), reads, self._orders)
+        given = [(number, self._container(number)) for number in self._given.changed()]
+        outputs = list(self._outputs.values())
+        record = Record(described, writes, changes, self._made, outputs, reads, self._orders, given)
         return record, self._arrays
+
+    def _container(self, number: int) -> Any:
+        """Describe what a container among the arguments holds now."""
+        before, after = self._given.contents[number], contents_of(self._given.things[number])
+        if isinstance(after, dict):
+            return {k: Keep(k) if k in before and v is before[k] else self._part(v) for k, v in after.items()}
+        known = {id(v): Keep(n) for n, v in enumerate(before)}
+        return [known.get(id(v)) or self._part(v) for v in after]
 
     def _variable(self, number: int, variable: Any, target: int | None, writes: Any, changes: Any) -> None:
         copy, (begun, metadata_before) = self._copies.of(variable), self._copies.begun[id(variable)]
@@ -296,8 +320,18 @@ class _Writer:
             return self._output(value)
         if kind_of(value) is Kind.ATOM and value is not None:
             return self._part(value)
-        leaves, treedef = jax.tree.flatten(value, is_leaf=lambda v: kind_of(v) in (Kind.NODE, Kind.VARIABLE))
-        return Tree(treedef, tuple(self._part(v) for v in leaves))
+        if self._is_old(value):
+            return self._part(value)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=self._is_old)
+        orders = orders_of(value, self._is_old)
+        return Tree(treedef, tuple(self._part(v) for v in leaves), orders)
+
+    def _is_old(self, value: Any) -> bool:
+        """Whether a part of a result is no container that the function made."""
+        kind = kind_of(value)
+        if kind in (Kind.DICT, Kind.LIST):
+            return id(value) in self._passed or self._base.number(self._copies.original(value)) is not None
+        return kind in (Kind.NODE, Kind.VARIABLE)
 
     def _part(self, value: Any) -> Any:
         kind = kind_of(value)
@@ -314,6 +348,8 @@ class _Writer:
             return Group(kind, self._copies.original(value.__func__), (self._part(value.__self__),))
         if kind is Kind.PARTIAL:
             return Group(kind, type(value), tuple(map(self._part, (value.func, value.args, value.keywords))))
+        if id(value) in self._passed:
+            return Passed(self._passed[id(value)])
         number = self._base.number(self._copies.original(value))
         if number is not None:
             return Old(number, kind is Kind.VARIABLE)
@@ -361,10 +397,11 @@ class Replay:
         record: The record.
         outputs: The program's outputs.
         reach: What the function can reach, as in the trace.
+        given: The containers among its arguments.
     """
 
-    def __init__(self, record: Record, outputs: Sequence[Any], reach: Sequence[Any]) -> None:
-        self._record, self._outputs = record, outputs
+    def __init__(self, record: Record, outputs: Sequence[Any], reach: Sequence[Any], given: Given | None) -> None:
+        self._record, self._outputs, self._given = record, outputs, given
         self._base = None if record.is_plain and not record.orders else Picture(reach, reads=record.reads)
         self._new = [self._empty(made) for made in record.made]
         for made, thing in zip(record.made, self._new, strict=True):
@@ -400,6 +437,15 @@ class Replay:
                 refill(held, [self.value(v) for v in change.contents])
         if self._record.changes:
             _compat_jit.Watch.restructured()
+        for number, contents in self._record.given:
+            self._change_given(number, contents)
+
+    def _change_given(self, number: int, contents: Any) -> None:
+        thing, before = self._given.things[number], self._given.contents[number]  # type: ignore[union-attr]
+        if isinstance(contents, dict):
+            refill(thing, {k: self.value(v, before) for k, v in contents.items()})
+        else:
+            refill(thing, [self.value(v, before) for v in contents])
 
     def _change_object(self, thing: Any, held: Any, change: Change) -> None:
         for name in [k for k, part in change.contents.items() if isinstance(part, Gone)]:
@@ -423,10 +469,13 @@ class Replay:
                 return (self._base.variables if is_variable else self._base.nodes)[number]  # type: ignore[union-attr]
             case New(number):
                 return self._new[number]
+            case Passed(number):
+                return self._given.things[number]  # type: ignore[union-attr]
             case Keep(key):
                 return before[key]
-            case Tree(treedef, parts):
-                return treedef.unflatten([self.value(p) for p in parts])
+            case Tree(treedef, parts, orders):
+                leaves = [self.value(p) for p in parts]
+                return put_in_order(treedef.unflatten(leaves), orders, leaves)
             case Group(Kind.METHOD, function, (owner,)):
                 return function.__get__(self.value(owner))
             case Group(Kind.PARTIAL, cls, (function, args, keywords)):
@@ -459,7 +508,7 @@ class Replay:
 
 
 def has_objects(part: Any) -> bool:
-    """Whether a part of a record stands for a node or Variable, or holds one that does."""
+    """Whether a part of a record stands for an object or a container, or holds one that does."""
     if isinstance(part, (Tree, Group)):
         return any(map(has_objects, part.parts))
-    return isinstance(part, (Old, New))
+    return isinstance(part, (Old, New, Passed))
