@@ -34,6 +34,7 @@ from lazymods import _compat_jit
 from lazymods._errors import NOT_TRACEABLE, UninitializedError, describe
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
+from lazymods.compile.before import all_or_nothing
 from lazymods.compile.binding import Binding, kind_of_input
 from lazymods.compile.branching import BranchingProgram, MoreReadError
 from lazymods.compile.cache import Cache, CacheInfo
@@ -52,6 +53,7 @@ from lazymods.compile.sizing import has_optimizer, size
 from lazymods.compile.trace import Body, NotSizedError, Place, write
 
 _KEPT_SITUATIONS = 16  # for lm.explain()
+_NO_PATH = (HiddenModelError, NotSizedError, *NOT_TRACEABLE)  # the last: it decides inside of another trace
 _TRACE, _EVAL = _compat_jit.TRACE, _compat_jit.EVAL
 
 
@@ -146,7 +148,7 @@ class JitFunction:
         except OtherSignatureError:
             self._has_signatures = True
             return self._call(args, kwargs)
-        except (MoreReadError, HiddenModelError, NotSizedError):  # of a new path: nothing was done yet
+        except (MoreReadError, *_NO_PATH):  # of a new path: nothing was done yet
             return self._call(args, kwargs)
         COUNTS.hits += 1
         if record is None:
@@ -192,10 +194,10 @@ class JitFunction:
                 try:
                     plan, call = self._plan(arguments, call)
                 except NOT_TRACEABLE:  # it decides on values, and what is lazy has none
-                    return self._function(*args, **kwargs)
+                    return self._plainly(arguments, args, kwargs)
                 self._hot = self._hot_call(args, kwargs, arguments, call, plan)
             if plan.branches and plan.program.is_hopeless:
-                return self._function(*args, **kwargs)
+                return self._plainly(arguments, args, kwargs)
             try:
                 record, outputs = self._run(plan, call, arguments)
             except OtherSignatureError:
@@ -204,9 +206,9 @@ class JitFunction:
                 record, outputs = self._run(plan, call, arguments)
             except MoreReadError:
                 return self._call_outside(arguments, args, kwargs)
-            except (HiddenModelError, NotSizedError) as error:  # of a new path
-                plan.program.is_hopeless, self._hot = isinstance(error, HiddenModelError), None
-                return self._function(*args, **kwargs)
+            except _NO_PATH as error:  # of a new path
+                plan.program.is_hopeless, self._hot = not isinstance(error, NotSizedError), None
+                return self._plainly(arguments, args, kwargs)
             key = (call.key, call.signature()) if record.only_sorts else None
             out = self._replay(record, outputs, call, plan)
             if key is not None:
@@ -216,6 +218,11 @@ class JitFunction:
             if before is not None:
                 before.restore()
             raise
+
+    def _plainly(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call for which there can be no program."""
+        run = functools.partial(self._function, *args, **kwargs)
+        return all_or_nothing(run, self._bind(arguments, whole=True).reach, arguments.given())
 
     def _note_sorted(self, key: Any, after: Binding) -> None:
         """Let models whose attributes a call has sorted, as transforms of NNX do, have the program of that call."""

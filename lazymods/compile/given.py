@@ -136,7 +136,7 @@ class Given:
             LazyError: If a pytree of another class does.
         """
         for path, value, before in self._others:
-            if not _same(before, _values(value)):
+            if not is_same(before, _values(value)):
                 raise LazyError(
                     Problem(
                         path,
@@ -145,7 +145,13 @@ class Given:
                         "the new object as a result of the function",
                     )
                 )
-        return [n for n, thing in enumerate(self.things) if not _same(self.contents[n], contents_of(thing))]
+        return [n for n, thing in enumerate(self.things) if not is_same(self.contents[n], contents_of(thing))]
+
+    def restore(self) -> None:
+        """Let the containers hold what they held."""
+        for thing, contents in zip(self.things, self.contents, strict=True):
+            if not is_same(contents, contents_of(thing)):
+                refill(thing, contents)
 
     def refuse_shared(self, changed: Iterable[int], others: Iterable[Any]) -> None:
         """Refuse to change a container that the function has in several places, as several containers.
@@ -164,16 +170,18 @@ class Given:
                     Problem(
                         self._paths[number],
                         "a container in several places, and a function that writes to it in one of them",
-                        "one place: a compiled function has a container for each, and would not see the write in others",
+                        "one place: a compiled function has a container for each, and sees a write in one only",
                         "the container once, or a copy of it in all other places",
                     )
                 )
 
 
-def _same(before: Any, after: Any) -> bool:
+def is_same(before: Any, after: Any) -> bool:
     """Whether a copy of what a container held, or a list of its parts, is what it holds now."""
     if len(before) != len(after):
         return False
+    if isinstance(before, set):
+        return {*map(id, before)} == {*map(id, after)}
     if isinstance(before, dict):
         return all(a == b and before[a] is after[b] for a, b in zip(before, after, strict=True))
     return all(a is b for a, b in zip(before, after, strict=True))

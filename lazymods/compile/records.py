@@ -465,12 +465,8 @@ class Replay:
                 return self._outputs[number]
             case Value(value):
                 return value
-            case Old(number, is_variable):
-                return (self._base.variables if is_variable else self._base.nodes)[number]  # type: ignore[union-attr]
-            case New(number):
-                return self._new[number]
-            case Passed(number):
-                return self._given.things[number]  # type: ignore[union-attr]
+            case Old() | New() | Passed():
+                return self._object(part)
             case Keep(key):
                 return before[key]
             case Tree(treedef, parts, orders):
@@ -484,6 +480,15 @@ class Replay:
                 made = [self.value(p) for p in parts]
                 return cls(*made) if hasattr(cls, "_fields") else cls(made)
         raise TypeError(f"no part of a record: {part!r}")
+
+    def _object(self, part: Old | New | Passed) -> Any:
+        match part:
+            case Old(number, is_variable):
+                return (self._base.variables if is_variable else self._base.nodes)[number]  # type: ignore[union-attr]
+            case New(number):
+                return self._new[number]
+            case Passed(number):
+                return self._given.things[number]  # type: ignore[union-attr]
 
     def _empty(self, made: Made) -> Any:
         if made.kind is Kind.VARIABLE:

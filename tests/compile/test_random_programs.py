@@ -29,9 +29,7 @@ FAULTS: dict[str, Any] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_and_made_small(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fuzz.MODES, "plain", FAULTS[fault])
-    made = Program(
-        ("y = y * n", "y = jnp.sin(y)"), ((1, "w['n'] = 5"),), ("x", "n"), OPTIMIZERS[0], "y", False
-    )
+    made = Program(("y = y * n", "y = jnp.sin(y)"), ((1, "w['n'] = 5"),), ("x", "n"), OPTIMIZERS[0], "y", (False,) * 4)
     assert fuzz.difference(made, "plain") is not None
     small = fuzz.minimized(made, "plain")
     assert len(small.lines) <= 1
@@ -47,4 +45,4 @@ def test_a_refusal_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(fuzz.MODES, "plain", refuses)
     with pytest.raises(fuzz.RefusedError):
-        fuzz.difference(Program((), (), ("x",), OPTIMIZERS[0], "y", False), "plain")
+        fuzz.difference(Program((), (), ("x",), OPTIMIZERS[0], "y", (False,) * 4), "plain")
