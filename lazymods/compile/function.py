@@ -242,15 +242,13 @@ class JitFunction:
 
     def _call_inside(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call in a trace that is running: as one operation of it, or by the function's Python if that decides."""
-        try:
-            with self._lock:
-                call = self._bind(arguments)
-                if call.lazy:
-                    return self._function(*args, **kwargs)
-                plan, call = self._plan(arguments, call)
-        except NOT_TRACEABLE:
-            return self._function(*args, **kwargs)
-        if plan.branches:
+        with self._lock:
+            call = self._bind(arguments)
+            plan: Plan | None = None
+            if not call.lazy:
+                with contextlib.suppress(*NOT_TRACEABLE):
+                    plan, call = self._plan(arguments, call)
+        if plan is None or plan.branches:
             return self._function(*args, **kwargs)
         record, outputs = self._run(plan, call, arguments)
         return self._replay(record, outputs, call, plan)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from lazymods._compat_tracing import Recorded
 from lazymods._errors import describe, short_dtype
 from lazymods.compile.tokens import Same, token
 
@@ -109,6 +110,7 @@ def is_value(value: Any) -> bool:
 
 def values_differ(want: Any, got: Any) -> tuple[str, str] | None:
     """Say what is there instead of a number or array, if it is another one."""
+    want, got = _known(want), _known(got)
     mutable = isinstance(want, jax.Ref)
     if not is_value(want) or not is_value(got) or mutable != isinstance(got, jax.Ref):
         return class_of(got), class_of(want)
@@ -128,6 +130,12 @@ def values_differ(want: Any, got: Any) -> tuple[str, str] | None:
     if isinstance(want, (np.ndarray, np.generic)):
         return _arrays_differ(want, got, weak=False)
     return None if same_static(want, got) else (shown(got), shown(want))
+
+
+def _known(value: Any) -> Any:
+    """Return the value of a lazy tensor; a recording that has ended, as that of a decision, left none."""
+    recorded = isinstance(value, Recorded) and value.recorder.is_valid()
+    return value.now("comparison") if recorded else value
 
 
 def _arrays_differ(want: Any, got: Any, *, weak: bool) -> tuple[str, str] | None:

@@ -203,7 +203,7 @@ STATEMENTS: tuple[tuple[str, str], ...] = (
     ("d", "d['q'].b.append(y.sum())"),
     ("d", "d['r'] = {'z': y, 'a': [len(d)]}"),
     ("d", "d.pop('r', None)"),
-    ("model d", "model.table['d'] = d['q'].b"),
+    ("model d", "model.stash = nnx.data(d)"),
     ("", "if y.sum() > 1: y = y * 0.5"),
     ("", "k = 0\nwhile float(abs(y).max()) > 4 and k < 3: y, k = y * 0.5, k + 1"),
     ("", "y = y + int(abs(y[0, 0]) + 0.25)"),
