@@ -127,8 +127,8 @@ class Hot:
                 self.roots.append((number, next(graphs)))
             else:
                 whole = is_input(self.types[number])
-                structure = (None, None) if whole else (jax.tree.structure(args[number]), layout(args[number]))
-                inputs.append((number, *structure))
+                structure, keys = (None, None) if whole else (jax.tree.structure(args[number]), layout(args[number]))
+                inputs.append((number, structure, keys))
         self.roots += enumerate(graphs, len(args))
         start = len(args) - len(inputs)
         plain = all(treedef is None for _, treedef, _ in inputs)  # == would ask a treedef, which is for treedefs only

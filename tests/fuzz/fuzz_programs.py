@@ -117,7 +117,7 @@ def difference(program: Program, mode: str) -> str | None:
 
 def _shaken(f: Any) -> Any:
     """Return a function that is called with another rounding of ``x``."""
-    return lambda x, *args, **kwargs: f(x * (1 + 1e-6), *args, **kwargs)
+    return lambda x, *args, **kwargs: f(x * (1 + 1e-5), *args, **kwargs)
 
 
 def _difference(space: dict[str, Any], program: Program, run: Any, restores: bool = False) -> str | None:
