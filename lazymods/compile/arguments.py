@@ -14,6 +14,7 @@ import numpy as np
 
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import ConfigurationError, Problem
+from lazymods.compile.given import Given, Orders, fresh, orders_of, put_in_order
 from lazymods.compile.picture import Picture
 from lazymods.compile.refusals import ArgumentError, reason_against, refusal, unreadable, used_up
 from lazymods.compile.tokens import Kind, kind_of_type
@@ -35,6 +36,7 @@ class Arguments(NamedTuple):
             what stands for a value that is no array.
         leaves: Returns of each leaf of ``(args, kwargs)`` the path, the value, and whether it is among the arrays.
         moved: The names of arguments that were given by keyword, and are taken as given by position.
+        given: Returns the containers among the arguments, as they are.
     """
 
     arrays: list[Any]
@@ -44,6 +46,7 @@ class Arguments(NamedTuple):
     statics: bool
     rebuild: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     leaves: Callable[[], list[tuple[Any, Any, bool]]]
+    given: Callable[[], Given]
     moved: tuple[str, ...] = ()
 
 
@@ -52,7 +55,8 @@ def is_input(cls: type) -> bool:
     return kind_of_type(cls) is Kind.ARRAY or issubclass(cls, NUMBERS)
 
 
-def _is_whole(value: Any) -> bool:
+def is_whole(value: Any) -> bool:
+    """Whether a value is an nnx object or a Variable, which pytrees of arguments are not looked into."""
     return _is_whole_type(type(value))
 
 
@@ -90,6 +94,7 @@ class Splitter:
         self._function, self._code = function, _code_of(function)
         self._parameters = _parameters_of(function, self._code)
         self.positions: tuple[int, ...] = ()
+        self._keeps_order = _takes_any_keyword(function)
         if static_argnames:
             parameters = inspect.signature(function).parameters
             missing = [n for n in static_argnames if n not in parameters]
@@ -112,6 +117,7 @@ class Splitter:
         """
         count = len(args)
         args, kwargs, moved = self.spelled(args, kwargs)
+        given = (args, kwargs)
         args, kwargs, statics = self._marked(args, kwargs) if self.names else (args, kwargs, ())
         leaves, treedef = _flatten((args, kwargs), (count, moved))
         arrays, roots, variables, kinds = [], [], [], []
@@ -137,10 +143,12 @@ class Splitter:
             elif cls is not _Static:
                 raise self._refused((args, kwargs), leaf, (count, moved))
             kinds.append(int(kind) if cls is not _Static else _STATIC)
+        orders = orders_of(_pytrees(args, kwargs))
+        names = tuple(kwargs) if self._keeps_order else ()
         # a treedef compares the nodes' own data with ==; a static argument's value stands in the key by its token
-        key = (treedef, tuple(kinds), statics)
-        rebuild = _Rebuild(leaves, treedef, kinds)
-        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.leaves, moved)
+        key = (treedef, tuple(kinds), statics, orders, names)
+        rebuild = _Rebuild(leaves, treedef, kinds, orders, given)
+        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.leaves, rebuild.given, moved)
 
     def _marked(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -175,7 +183,7 @@ class Splitter:
         return tuple(a for i, a in enumerate(args) if i not in self.positions), named
 
     def _refused(self, given: Any, leaf: Any, moved: _Moved, reason: Exception | None = None) -> ArgumentError:
-        paths = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_whole)
+        paths = jax.tree_util.tree_leaves_with_path(given, is_leaf=is_whole)
         where = next((path_name(path, moved) for path, value in paths if value is leaf), "an argument")
         return refusal(where, leaf, reason)
 
@@ -183,12 +191,12 @@ class Splitter:
 def _flatten(given: Any, moved: _Moved) -> tuple[list[Any], Any]:
     """Take a pytree of arguments apart; say which of them is none."""
     try:
-        return jax.tree.flatten(given, is_leaf=_is_whole)
+        return jax.tree.flatten(given, is_leaf=is_whole)
     except Exception as error:
         args, kwargs = given
         for name, value in (*enumerate(args), *kwargs.items()):
             try:
-                jax.tree.flatten(value, is_leaf=_is_whole)
+                jax.tree.flatten(value, is_leaf=is_whole)
             except Exception as reason:
                 own = moved[1][name - moved[0]] if isinstance(name, int) and moved[1] and name >= moved[0] else name
                 raise unreadable(f"argument {own}", value, reason) from error
@@ -198,10 +206,11 @@ def _flatten(given: Any, moved: _Moved) -> tuple[list[Any], Any]:
 class _Rebuild:
     """Puts arrays back into the places of a call's arguments."""
 
-    __slots__ = ("_kinds", "_leaves", "_treedef")
+    __slots__ = ("_given", "_kinds", "_leaves", "_orders", "_treedef")
 
-    def __init__(self, leaves: list[Any], treedef: Any, kinds: list[int]) -> None:
+    def __init__(self, leaves: list[Any], treedef: Any, kinds: list[int], orders: Orders, given: Any) -> None:
         self._leaves, self._treedef, self._kinds = leaves, treedef, kinds
+        self._orders, self._given = orders, given
 
     def __call__(self, arrays: Sequence[Any], of: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         waiting = iter(arrays)
@@ -210,10 +219,15 @@ class _Rebuild:
             again = kind <= _AGAIN
             leaves.append(next(waiting) if kind == Kind.ARRAY else arrays[_AGAIN - kind] if again else of(leaf))
         args, kwargs = self._treedef.unflatten(leaves)
+        put_in_order(_pytrees(args, kwargs), self._orders, leaves)
         return (
-            tuple(of(a.value) if type(a) is _Static else a for a in args),
-            {k: of(v.value) if type(v) is _Static else v for k, v in kwargs.items()},
+            tuple(of(fresh(a.value)) if type(a) is _Static else a for a in args),
+            {k: of(fresh(v.value)) if type(v := kwargs[k]) is _Static else v for k in self._given[1]},
         )
+
+    def given(self) -> Given:
+        """Return the containers among the arguments, as they are."""
+        return Given(*self._given)
 
     def leaves(self) -> list[tuple[Any, Any, bool]]:
         """Return the path of each leaf, its value, and whether it is an input."""
@@ -221,6 +235,20 @@ class _Rebuild:
         values = [leaf.value if type(leaf) is _Static else leaf for leaf in self._leaves]
         paths = jax.tree_util.tree_leaves_with_path(numbered)
         return [(path, values[n], self._kinds[n] == Kind.ARRAY) for path, n in paths]
+
+
+def _pytrees(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments in an order that does not depend on that of keywords."""
+    return [*args, *(kwargs[name] for name in sorted(kwargs))]
+
+
+def _takes_any_keyword(function: Any) -> bool:
+    """Whether a function may see in which order its keyword arguments came."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def path_name(path: Sequence[Any], moved: _Moved = (0, ())) -> str:

@@ -7,7 +7,7 @@ part of the structure.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from lazymods.compile.captures import Captured
 from lazymods.compile.guards import Graph, graph_of
 from lazymods.compile.picture import Picture
 from lazymods.compile.program import signature_of
+from lazymods.compile.tokens import Kind, kind_of
 from lazymods.compile.trace import Place, mark_of
 
 
@@ -38,6 +39,7 @@ class Binding:
         values: All values; a value that is shared is in it more than once.
         constants: Arrays that the function reaches as they are.
         captured: What the function reached besides its arguments.
+        given: Returns the containers among the arguments, as they are.
         roots: nnx objects, in the order of their values.
         loose: Variables that no nnx object holds.
         is_simple: Whether all values but the arguments are those of Variables, each in one nnx object.
@@ -71,19 +73,20 @@ class Binding:
         self._shared = shared
         self.constants = captured.arrays
         self.captured = captured
-        self._given = (arguments.key, captured.key)
+        self._keys = (arguments.key, captured.key)
+        self.given = arguments.given
         self.loose = loose
 
     @property
     def key(self) -> Hashable:
         """The structure of everything, hashable."""
-        return (*self._given, tuple(g.key for g in self.graphs), Picture(self.loose).key, self._shared)
+        return (*self._keys, tuple(g.key for g in self.graphs), Picture(self.loose).key, self._shared)
 
     def quick_key(self, arguments: Arguments) -> Hashable:
         """Return what tells calls of the very same models apart, cheaper than :attr:`key`; None if nothing does."""
         if self.loose or self.lazy or not self.executing or len(set(self.names)) != len(self.names):
             return None
-        return (*self._given, self.names, tuple(map(kind_of_input, arguments.arrays)))
+        return (*self._keys, self.names, tuple(map(kind_of_input, arguments.arrays)))
 
     def _share(self, values: list[Any], targets: list[Any]) -> Hashable:
         """Leave out values that are there already; return which those are."""
@@ -126,6 +129,16 @@ class Binding:
                     shared.append((number, first[id(node)]))
                 number += 1
         return tuple(shared)
+
+    def nodes(self) -> list[Any]:
+        """Return the objects and containers that the function reaches otherwise than in pytrees of arguments."""
+        found = [node for graph, root in zip(self.graphs, self.roots, strict=True) for node in (root, *graph.nodes())]
+        return found + Picture(v for v in self.captured.values if kind_of(v) is not Kind.NODE).nodes
+
+    def check_given(self, changes: Sequence[tuple[int, Any]]) -> None:
+        """Refuse a call that would have to change a container, by number, which it has in several places."""
+        if changes:
+            self.given().refuse_shared([number for number, _ in changes], self.nodes())
 
     def signature(self) -> Hashable:
         """Return what else a program depends on: shapes, dtypes, shardings in types, and the settings of JAX."""

@@ -13,6 +13,7 @@ from lazymods._errors import LazyError, Problem, one_line
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
 from lazymods.compile.copies import Copies
+from lazymods.compile.given import Given
 from lazymods.compile.picture import Picture
 from lazymods.compile.shadow import compare
 from lazymods.compile.trace import Place
@@ -49,6 +50,7 @@ def checked(
     _own_arrays(copies, call)
     own = [_own(a) for a in arguments.arrays]
     args, kwargs = arguments.rebuild(own, copies.of)
+    containers, twins = arguments.given().things, Given(args, kwargs).things
     for owner, attribute in attributes:
         copies.swap(owner, attribute)
     want, plain_error = None, None
@@ -69,10 +71,19 @@ def checked(
         ) from plain_error
     labels = [f"argument {type(v).__name__}" for v in (*arguments.roots, *arguments.variables)]
     labels += [f"captured {type(v).__name__}" for v in call.captured.values]
+    labels += [f"argument {type(v).__name__}" for v in containers]
     compare(
         name,
-        [("output", want), *zip(labels, map(copies.of, call.reach), strict=True), *_references(own + own_held)],
-        [("output", got), *zip(labels, call.reach, strict=True), *_references(arguments.arrays + held)],
+        [
+            ("output", want),
+            *zip(labels, [*map(copies.of, call.reach), *twins], strict=True),
+            *_references(own + own_held),
+        ],
+        [
+            ("output", got),
+            *zip(labels, [*call.reach, *containers], strict=True),
+            *_references(arguments.arrays + held),
+        ],
     )
     return got
 

@@ -9,6 +9,7 @@ import jax
 
 from lazymods._errors import LazyError, Problem
 from lazymods.compile.lowering import staged
+from lazymods.compile.replay import result_of
 from lazymods.compile.stages import Staged
 from lazymods.compile.tokens import Kind, kind_of
 
@@ -61,7 +62,7 @@ def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), *
     def run(*args: Any, **kwargs: Any) -> Any:
         given = jax.tree.leaves((args, kwargs))
         arrays = [given[number] for number in order]
-        return record.result(program.tape([*arrays, *jax.tree.leaves(state)]))
+        return result_of(record, program.tape([*arrays, *jax.tree.leaves(state)]))
 
     args, kwargs = jax.tree.map(_array_or_none, (args, kwargs), is_leaf=_is_whole)
     args = tuple(a for a in args if jax.tree.leaves(a))

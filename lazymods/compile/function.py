@@ -34,6 +34,7 @@ from lazymods._compat import jit as _compat_jit
 from lazymods._errors import NOT_TRACEABLE, UninitializedError
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
+from lazymods.compile.before import all_or_nothing
 from lazymods.compile.binding import Binding, kind_of_input
 from lazymods.compile.branching import BranchingProgram, MoreReadError
 from lazymods.compile.cache import Cache, CacheInfo
@@ -43,17 +44,20 @@ from lazymods.compile.clones import call_with, refuse_changes, refuse_lazy_clone
 from lazymods.compile.constants import HiddenModelError, check_constants
 from lazymods.compile.copies import Copies
 from lazymods.compile.explain import Situation, facts_of, named, note_path, note_trace
+from lazymods.compile.given import Given
 from lazymods.compile.metrics import COUNTS
 from lazymods.compile.paths import NoPathError
 from lazymods.compile.picture import Reads
 from lazymods.compile.plan import Hot, Plan, hot_call
 from lazymods.compile.program import OtherSignatureError, Program, compile_body
-from lazymods.compile.records import Record, Replay
+from lazymods.compile.records import Record
+from lazymods.compile.replay import Replay
 from lazymods.compile.sizing import has_optimizer, size
 from lazymods.compile.stages import Staged
 from lazymods.compile.trace import Body, NotSizedError, Place, write
 
 _KEPT_SITUATIONS = 16  # for lm.explain()
+_NO_PATH = (HiddenModelError, NotSizedError, NoPathError, *NOT_TRACEABLE)  # the last: it decides in another trace
 _TRACE, _EVAL, _FLAX = _compat_jit.TRACE, _compat_jit.EVAL, _compat_jit.FLAX
 
 
@@ -148,7 +152,7 @@ class JitFunction(Staged):
         except OtherSignatureError:
             self._has_signatures = True
             return self._call(args, kwargs)
-        except (MoreReadError, HiddenModelError, NotSizedError, NoPathError):  # of a new path: nothing was done yet
+        except (MoreReadError, *_NO_PATH):  # of a new path: nothing was done yet
             return self._call(args, kwargs)
         COUNTS.hits += 1
         if record is None:
@@ -197,10 +201,10 @@ class JitFunction(Staged):
                 try:
                     plan, call = self._plan(arguments, call)
                 except NOT_TRACEABLE:  # it decides on values, and what is lazy has none
-                    return self._function(*args, **kwargs)
+                    return self._plainly(arguments, args, kwargs)
                 self._hot = self._hot_call(args, kwargs, arguments, call, plan)
             if plan.branches and plan.program.is_hopeless:
-                return self._function(*args, **kwargs)
+                return self._plainly(arguments, args, kwargs)
             try:
                 record, outputs = self._run(plan, call, arguments)
             except OtherSignatureError:
@@ -209,9 +213,9 @@ class JitFunction(Staged):
                 record, outputs = self._run(plan, call, arguments)
             except MoreReadError:
                 return self._call_outside(arguments, args, kwargs)
-            except (HiddenModelError, NotSizedError, NoPathError) as error:  # of a new path
+            except _NO_PATH as error:  # of a new path
                 plan.program.is_hopeless, self._hot = not isinstance(error, NotSizedError), None
-                return self._function(*args, **kwargs)
+                return self._plainly(arguments, args, kwargs)
             key = (call.key, call.signature()) if record.only_sorts else None
             out = self.replay(record, outputs, call, plan)
             if key is not None:
@@ -221,6 +225,11 @@ class JitFunction(Staged):
             if before is not None:
                 before.restore()
             raise
+
+    def _plainly(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call for which there can be no program."""
+        run = functools.partial(self._function, *args, **kwargs)
+        return all_or_nothing(run, self._bind(arguments, whole=True).reach, arguments.given())
 
     def _note_sorted(self, key: Any, after: Binding) -> None:
         """Let models whose attributes a call has sorted, as transforms of NNX do, have the program of that call."""
@@ -240,15 +249,13 @@ class JitFunction(Staged):
 
     def _call_inside(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call in a trace that is running: as one operation of it, or by the function's Python if that decides."""
-        try:
-            with self._lock:
-                call = self._bind(arguments)
-                if call.lazy:
-                    return self._function(*args, **kwargs)
-                plan, call = self._plan(arguments, call)
-        except NOT_TRACEABLE:
-            return self._function(*args, **kwargs)
-        if plan.branches:
+        with self._lock:
+            call = self._bind(arguments)
+            plan: Plan | None = None
+            if not call.lazy:
+                with contextlib.suppress(*NOT_TRACEABLE):
+                    plan, call = self._plan(arguments, call)
+        if plan is None or plan.branches:
             return self._function(*args, **kwargs)
         record, outputs = self._run(plan, call, arguments)
         return self.replay(record, outputs, call, plan)
@@ -341,9 +348,10 @@ class JitFunction(Staged):
         return self._bind(arguments)
 
     def _body(self, arguments: Arguments, call: Binding) -> Body:
-        def run(copies: Copies, arrays: Sequence[Any]) -> Any:
+        def run(copies: Copies, arrays: Sequence[Any]) -> tuple[Any, Given]:
             args, kwargs = arguments.rebuild(arrays, copies.of)
-            return copies.of(self._function)(*args, **kwargs)
+            given = Given(args, kwargs)
+            return copies.of(self._function)(*args, **kwargs), given
 
         reads = self._reads if call.captured.has_objects else None
         return Body(run, call.reach, call.inputs, call.targets, call.impls, reads, self._captures.attributes())
@@ -357,7 +365,9 @@ class JitFunction(Staged):
     def _run(self, plan: Plan, call: Binding, arguments: Arguments) -> tuple[Record, Sequence[Any]]:
         leaves = plan.leaves(list(call.values))
         program: Any = plan.program
-        if plan.branches:
+        if not plan.branches:
+            call.check_given(program.record.given)  # before anything is donated
+        else:
             program = functools.partial(program, make_body=lambda: self._body(arguments, call))
         if plan.program.ran:
             done = program(leaves)
@@ -371,7 +381,10 @@ class JitFunction(Staged):
 
     def replay(self, record: Record, outputs: Sequence[Any], call: Binding, plan: Plan) -> Any:
         """Write what the program computed, bring about what else the function did, and return what it returned."""
-        replay = Replay(record, outputs, call.reach, functools.partial(call.leaf_of, plan.program.at))
+        if plan.branches:
+            call.check_given(record.given)
+        given = None if record.is_plain else call.given()
+        replay = Replay(record, outputs, call.reach, given, functools.partial(call.leaf_of, plan.program.at))
         if record.changes:
             refuse_changes(self.name, replay.changed())
         targets = [call.targets[plan.program.at[t]] for t, _ in record.writes]

@@ -19,9 +19,11 @@ from lazymods.compile.arguments import Arguments, is_input
 from lazymods.compile.binding import Binding
 from lazymods.compile.branching import BranchingProgram
 from lazymods.compile.captures import Captures, Glance
+from lazymods.compile.given import layout
 from lazymods.compile.launch import Launcher
 from lazymods.compile.program import OtherSignatureError, Program, getter
 from lazymods.compile.records import Out, Record
+from lazymods.compile.replay import result_of
 from lazymods.compile.tokens import Kind, kind_of_type
 from lazymods.compile.trace import Body
 
@@ -84,7 +86,7 @@ class Plan:
             if record.passes_on:
                 _compat_jit.Watch.mark = object()
         out = record.out
-        return None, (outputs[out.number] if type(out) is Out else record.result(outputs))
+        return None, (outputs[out.number] if type(out) is Out else result_of(record, outputs))
 
     def _writer(self, record: Record) -> Any:
         made = getter([self._at[t] for t, _ in record.writes]), getter([out.number for _, out in record.writes])
@@ -101,7 +103,7 @@ class Hot:
     Attributes:
         types: The classes of the arguments, positional ones first.
         keywords: The names of the keyword arguments.
-        arrays: The arguments that are inputs: all of a slice, or one by one as ``(number, treedef)``; the
+        arrays: The arguments that are inputs: all of a slice, or one by one as ``(number, treedef, layout)``; the
             treedef is None for one that is no pytree.
         roots: ``(number, graph)`` of each nnx object, the graph weakly; those that the function closes over are
             counted after the arguments.
@@ -122,29 +124,30 @@ class Hot:
         count = len(args) - len(keywords)
         names = (*moved, *sorted(set(keywords) - set(moved)))  # as in the pytree of the arguments
         by_name = [count + keywords.index(name) for name in names]
-        inputs: list[tuple[int, Any]] = []
+        inputs: list[tuple[int, Any, Any]] = []
         self.roots = []
         for number in (*range(count), *by_name):
             if kind_of_type(self.types[number]) is Kind.NODE:
                 self.roots.append((number, next(graphs)))
             else:
                 whole = is_input(self.types[number])
-                inputs.append((number, None if whole else jax.tree.structure(args[number])))
+                structure, keys = (None, None) if whole else (jax.tree.structure(args[number]), layout(args[number]))
+                inputs.append((number, structure, keys))
         self.roots += enumerate(graphs, len(args))
         start = len(args) - len(inputs)
-        plain = all(treedef is None for _, treedef in inputs)  # == would ask a treedef, which is for treedefs only
-        ends = plain and [number for number, _ in inputs] == list(range(start, len(args)))
+        plain = all(treedef is None for _, treedef, _ in inputs)  # == would ask a treedef, which is for treedefs only
+        ends = plain and [number for number, _, _ in inputs] == list(range(start, len(args)))
         self.arrays = slice(start, None) if ends else inputs
 
     def gather(self, args: tuple[Any, ...]) -> list[Any] | None:
         """Return the inputs among the arguments; None if a pytree is another."""
         values: list[Any] = []
-        for number, treedef in self.arrays:  # type: ignore[union-attr]
+        for number, treedef, keys in self.arrays:  # type: ignore[union-attr]
             if treedef is None:
                 values.append(args[number])
             else:
                 leaves, found = jax.tree.flatten(args[number])
-                if found != treedef:
+                if found != treedef or layout(args[number]) != keys:
                     return None
                 values += leaves
         return values
@@ -156,7 +159,7 @@ def hot_call(
     """Return how to take the short way for calls like this one; None if there is none."""
     if arguments.variables or arguments.statics or not call.is_simple or not plan.program.can_be_kept:
         return None
-    if plan.branches and plan.program.is_hopeless:
+    if plan.program.is_hopeless if plan.branches else plan.program.record.given:
         return None
     if any(_compat_jit.is_reference(array) for array in arguments.arrays):  # which of them are the same is in the key
         return None

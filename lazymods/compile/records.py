@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
-from lazymods.compile.attributes import Attributes, new_object
 from lazymods.compile.copies import Copies, class_of, items_of, object_contents
-from lazymods.compile.picture import Picture, Reads, contents_of, held_by, refill
+from lazymods.compile.given import Given, Orders, orders_of
+from lazymods.compile.picture import Picture, Reads, contents_of, held_by
 from lazymods.compile.statics import refuse_unrepeatable
 from lazymods.compile.tokens import Kind, kind_of, token
 
@@ -47,8 +47,15 @@ class New:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class Leaf:
     """The leaf of the call of that number: a mutable array, which no program can return."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """The container of that number among the arguments."""
 
     number: int
 
@@ -83,10 +90,11 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A pytree of other parts."""
+    """A pytree of other parts, and the order of the keys of its dicts."""
 
     treedef: Any
     parts: tuple[Any, ...]
+    orders: Orders = ()
 
 
 @dataclasses.dataclass
@@ -127,6 +135,7 @@ class Record:
         reads: What the function had read of objects: what numbers stand for depends on it.
         orders: The attributes of nnx objects, by number, that are in another order than before, as transforms of NNX
             leave them. A call that is like the last one need not look: they are so by then.
+        given: What containers among the arguments, by number, hold afterwards.
         is_plain: Whether the function only wrote values, and returned nothing but arrays and static values.
         passes_on: Whether a new value is one of the program's inputs, unchanged: two Variables then hold one array. Or
             of another size than the one before: a guard may rely on that.
@@ -139,27 +148,22 @@ class Record:
     outputs: list[Out]
     reads: Reads | None = None
     orders: list[tuple[int, list[str]]] = dataclasses.field(default_factory=list)
+    given: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Find the short ways of doing it again."""
         self.passes_on = False
-        self.is_plain = not (self.changes or self.made or has_objects(self.out))
+        self.is_plain = not (self.changes or self.made or self.given or has_objects(self.out))
 
     @property
     def only_sorts(self) -> bool:
         """Whether attributes of nnx objects are in another order, and nothing else but values has changed."""
-        return bool(self.orders) and not (self.changes or self.made)
+        return bool(self.orders) and not (self.changes or self.made or self.given)
 
     @property
     def returns_arrays(self) -> bool:
         """Whether what the function returned is made of nothing but arrays and static values."""
         return not has_objects(self.out)
-
-    def result(self, outputs: Sequence[Any]) -> Any:
-        """Return what the function returned, if that was nothing but arrays and static values."""
-        if type(self.out) is Out:
-            return outputs[self.out.number]
-        return Replay(self, outputs, ()).out()
 
     def find_unchanged(
         self, outputs: Sequence[Any], inputs: Sequence[Any], places: Mapping[int, int | None]
@@ -206,6 +210,7 @@ def describe(
     copies: Copies,
     targets: Mapping[int, Any],
     reads: Reads | None,
+    given: Given,
     leaves: Sequence[Any] = (),
 ) -> tuple[Record, list[Any]]:
     """Write a record of a run.
@@ -216,20 +221,23 @@ def describe(
         copies: Their copies, on which the function has run.
         targets: By number, what leaves of the program are the values of.
         reads: What ``base`` leaves out.
+        given: The containers among its arguments, as they were when it began.
         leaves: The leaves with which it has run.
 
     Returns:
         The record, and the program's outputs: tracers, or arrays that do not depend on any input.
 
     Raises:
-        LazyError: If the function returned or stored what no further call could make again.
+        LazyError: If the function returned or stored what no further call could make again, or has written to an
+            argument that no further call could write to.
     """
-    return _Writer(base, copies, leaves).write(out, targets, reads)
+    return _Writer(base, copies, given, leaves).write(out, targets, reads)
 
 
 class _Writer:
-    def __init__(self, base: Picture, copies: Copies, leaves: Sequence[Any]) -> None:
-        self._base, self._copies = base, copies
+    def __init__(self, base: Picture, copies: Copies, given: Given, leaves: Sequence[Any]) -> None:
+        self._base, self._copies, self._given = base, copies, given
+        self._passed = {id(thing): number for number, thing in enumerate(given.things)}
         self._references = {id(leaf): number for number, leaf in enumerate(leaves) if _compat_jit.is_reference(leaf)}
         self._arrays: list[Any] = []
         self._outputs: dict[int, Out] = {}
@@ -247,8 +255,18 @@ class _Writer:
             self._variable(number, variable, numbers.get(id(variable)), writes, changes)
         for number, node in enumerate(self._base.nodes):
             self._node(number, node, places, writes, changes)
-        record = Record(described, writes, changes, self._made, list(self._outputs.values()), reads, self._orders)
+        given = [(number, self._container(number)) for number in self._given.changed()]
+        outputs = list(self._outputs.values())
+        record = Record(described, writes, changes, self._made, outputs, reads, self._orders, given)
         return record, self._arrays
+
+    def _container(self, number: int) -> Any:
+        """Describe what a container among the arguments holds now."""
+        before, after = self._given.contents[number], contents_of(self._given.things[number])
+        if isinstance(after, dict):
+            return {k: Keep(k) if k in before and v is before[k] else self._part(v) for k, v in after.items()}
+        known = {id(v): Keep(n) for n, v in enumerate(before)}
+        return [known.get(id(v)) or self._part(v) for v in after]
 
     def _variable(self, number: int, variable: Any, target: int | None, writes: Any, changes: Any) -> None:
         copy, (begun, items, metadata_before) = self._copies.of(variable), self._copies.begun[id(variable)]
@@ -297,7 +315,7 @@ class _Writer:
 
     def _output(self, array: Any) -> Out | Given:
         if id(array) in self._references:
-            return Given(self._references[id(array)])
+            return Leaf(self._references[id(array)])
         if id(array) not in self._outputs:
             self._outputs[id(array)] = Out(len(self._arrays))
             self._arrays.append(array)
@@ -317,8 +335,18 @@ class _Writer:
             return self._output(value)
         if kind_of(value) is Kind.ATOM and value is not None:
             return self._part(value)
-        leaves, treedef = jax.tree.flatten(value, is_leaf=lambda v: kind_of(v) in (Kind.NODE, Kind.VARIABLE))
-        return Tree(treedef, tuple(self._part(v) for v in leaves))
+        if self._is_old(value):
+            return self._part(value)
+        leaves, treedef = jax.tree.flatten(value, is_leaf=self._is_old)
+        orders = orders_of(value, self._is_old)
+        return Tree(treedef, tuple(self._part(v) for v in leaves), orders)
+
+    def _is_old(self, value: Any) -> bool:
+        """Whether a part of a result is no container that the function made."""
+        kind = kind_of(value)
+        if kind in (Kind.DICT, Kind.LIST):
+            return id(value) in self._passed or self._base.number(self._copies.original(value)) is not None
+        return kind in (Kind.NODE, Kind.VARIABLE)
 
     def _part(self, value: Any) -> Any:
         kind = kind_of(value)
@@ -335,6 +363,8 @@ class _Writer:
             return Group(kind, self._copies.original(value.__func__), (self._part(value.__self__),))
         if kind is Kind.PARTIAL:
             return Group(kind, type(value), tuple(map(self._part, (value.func, value.args, value.keywords))))
+        if id(value) in self._passed:
+            return Passed(self._passed[id(value)])
         number = self._base.number(self._copies.original(value))
         if number is not None:
             return Old(number, kind is Kind.VARIABLE)
@@ -380,119 +410,8 @@ def _same_metadata(a: dict[str, Any], b: dict[str, Any]) -> bool:
 # ---------------------------------------------------------------- doing it again
 
 
-class Replay:
-    """Does what a record says, to the objects of one call.
-
-    Args:
-        record: The record.
-        outputs: The program's outputs.
-        reach: What the function can reach, as in the trace.
-        leaf: Returns a leaf of the call, by number.
-    """
-
-    def __init__(
-        self, record: Record, outputs: Sequence[Any], reach: Sequence[Any], leaf: Callable[[int], Any] | None = None
-    ) -> None:
-        self._record, self._outputs, self._leaf = record, outputs, leaf
-        self._base = None if record.is_plain and not record.orders else Picture(reach, reads=record.reads)
-        self._new = [self._empty(made) for made in record.made]
-        for made, thing in zip(record.made, self._new, strict=True):
-            self._fill(made, thing)
-
-    def changed(self) -> list[Any]:
-        """Return the objects that are about to change."""
-        return [self.value(change.old) for change in self._record.changes]
-
-    def change(self) -> None:
-        """Bring about the changes."""
-        for number, names in self._record.orders:
-            held = held_by(self._base.nodes[number])  # type: ignore[union-attr]
-            if list(held) != names:
-                refill(held, {name: held[name] for name in names})
-        for change in self._record.changes:
-            thing = self.value(change.old)
-            if change.old.is_variable:
-                raw, metadata = change.contents
-                items = {k: self.value(v) for k, v in metadata.items()}
-                _compat.write_variable(thing, change.cls or type(thing), self.value(raw), items)
-                continue
-            held = held_by(thing)
-            if kind_of(thing) is Kind.OBJECT:
-                self._change_object(thing, held, change)
-            elif isinstance(held, dict):
-                before = dict(held)
-                state = {k: v for k, v in before.items() if k == _compat.STATE}
-                refill(held, state | {k: self.value(v, before) for k, v in change.contents.items()})
-                if change.cls is not None:
-                    _compat.set_class(thing, change.cls)
-            else:
-                refill(held, [self.value(v) for v in change.contents])
-        if self._record.changes:
-            _compat_jit.Watch.restructured()
-
-    def _change_object(self, thing: Any, held: Any, change: Change) -> None:
-        for name in [k for k, part in change.contents.items() if isinstance(part, Gone)]:
-            held.remove(name) if isinstance(held, Attributes) else held.pop(name)
-        held.update({k: self.value(part) for k, part in change.contents.items() if not isinstance(part, Gone)})
-        if change.cls is not None:
-            _compat.set_class(thing, change.cls)
-
-    def out(self) -> Any:
-        """Return what the function returned."""
-        return self.value(self._record.out)
-
-    def value(self, part: Any, before: Any = None) -> Any:
-        """Return the value that a part stands for."""
-        match part:
-            case Out(number):
-                return self._outputs[number]
-            case Value(value):
-                return value
-            case Given(number):
-                return self._leaf(number)  # type: ignore[misc]
-            case Old(number, is_variable):
-                return (self._base.variables if is_variable else self._base.nodes)[number]  # type: ignore[union-attr]
-            case New(number):
-                return self._new[number]
-            case Keep(key):
-                return before[key]
-            case Tree(treedef, parts):
-                return treedef.unflatten([self.value(p) for p in parts])
-            case Group(kind, cls, parts):
-                return self._group(kind, cls, [self.value(p) for p in parts])
-        raise TypeError(f"no part of a record: {part!r}")
-
-    def _group(self, kind: Kind, cls: Any, parts: list[Any]) -> Any:
-        if kind is Kind.METHOD:
-            return cls.__get__(parts[0])
-        if kind is Kind.PARTIAL:
-            return cls(parts[0], *parts[1], **parts[2])
-        return cls(*parts) if hasattr(cls, "_fields") else cls(parts)
-
-    def _empty(self, made: Made) -> Any:
-        if made.kind is Kind.VARIABLE:
-            return _compat.new_variable(made.cls, None, {})  # type: ignore[arg-type]
-        if made.kind is Kind.NODE:
-            thing = new_object(made.cls)
-            vars(thing)[_compat.STATE] = _compat_jit.new_state()
-            return thing
-        return new_object(made.cls) if made.kind is Kind.OBJECT else made.cls()
-
-    def _fill(self, made: Made, thing: Any) -> None:
-        if made.kind is Kind.VARIABLE:
-            raw, metadata = made.contents
-            items = {k: self.value(v) for k, v in metadata.items()}
-            _compat.write_variable(thing, made.cls, self.value(raw), items)
-            return
-        held = held_by(thing, made.kind)
-        if isinstance(made.contents, dict):
-            held.update({k: self.value(v) for k, v in made.contents.items()})
-        else:
-            refill(held, [self.value(v) for v in made.contents])
-
-
 def has_objects(part: Any) -> bool:
-    """Whether a part of a record stands for an object or a mutable array, or holds one that does."""
+    """Whether a part of a record stands for an object, a container or a mutable array, or holds one that does."""
     if isinstance(part, (Tree, Group)):
         return any(map(has_objects, part.parts))
-    return isinstance(part, (Old, New, Given))
+    return isinstance(part, (Old, New, Passed, Leaf))

@@ -12,6 +12,7 @@ import numpy as np
 from jax.core import Tracer
 
 from lazymods._compat.jit import REFERENCES
+from lazymods._compat.tracing import Recorded
 from lazymods._errors import describe, short_dtype
 from lazymods.compile.tokens import Same, token
 
@@ -110,6 +111,7 @@ def is_value(value: Any) -> bool:
 
 def values_differ(want: Any, got: Any) -> tuple[str, str] | None:
     """Say what is there instead of a number or array, if it is another one."""
+    want, got = _known(want), _known(got)
     mutable = isinstance(want, REFERENCES)
     if not is_value(want) or not is_value(got) or mutable != isinstance(got, REFERENCES):
         return class_of(got), class_of(want)
@@ -129,6 +131,12 @@ def values_differ(want: Any, got: Any) -> tuple[str, str] | None:
     if isinstance(want, (np.ndarray, np.generic)):
         return _arrays_differ(want, got, weak=False)
     return None if same_static(want, got) else (shown(got), shown(want))
+
+
+def _known(value: Any) -> Any:
+    """Return the value of a lazy tensor; a recording that has ended, as that of a decision, left none."""
+    recorded = isinstance(value, Recorded) and value.recorder.is_valid()
+    return value.now("comparison") if recorded else value
 
 
 def _arrays_differ(want: Any, got: Any, *, weak: bool) -> tuple[str, str] | None:

@@ -17,15 +17,15 @@ import jax
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import Problem
 from lazymods._snapshot import Snapshot
-from lazymods.compile.arguments import Arguments, Splitter
+from lazymods.compile.arguments import Arguments, Splitter, is_whole
 from lazymods.compile.binding import Binding
 from lazymods.compile.copies import Copies
 from lazymods.compile.dot import dot
 from lazymods.compile.picture import Picture, input_of, with_inputs
 from lazymods.compile.plan import Plan
 from lazymods.compile.program import Program
-from lazymods.compile.records import Replay
 from lazymods.compile.refusals import ArgumentError
+from lazymods.compile.replay import Replay
 from lazymods.compile.tokens import Kind, kind_of
 
 
@@ -324,7 +324,10 @@ def _shapes(program: Program, call: Binding) -> Any:
     for target, value in zip(call.targets, call.values_of_targets(), strict=True):
         _put(copies, target, shape_of(value))
     outputs = [shape_of(aval) for aval in program.tape.out_avals()]
-    replay = Replay(program.record, outputs, reach, lambda number: shape_of(call.leaf_of(program.at, number)))
+    given = call.given()  # of containers that are copies: the caller's stay as they are
+    given.things = [jax.tree.map(shape_of, thing, is_leaf=is_whole) for thing in given.things]
+    leaf = functools.partial(call.leaf_of, program.at)
+    replay = Replay(program.record, outputs, reach, given, lambda number: shape_of(leaf(number)))
     for target, out in program.record.writes:
         _put(copies, call.targets[program.at[target]], outputs[out.number])
     replay.change()

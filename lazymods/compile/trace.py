@@ -20,6 +20,7 @@ from lazymods import _compat, _first_call, _graph, _lifecycle
 from lazymods._compat import jit as _compat_jit
 from lazymods._compat import tracing as _compat_tracing
 from lazymods.compile.copies import Copies
+from lazymods.compile.given import Given
 from lazymods.compile.picture import Picture, Reads, held_by, with_inputs
 from lazymods.compile.records import Record, describe
 
@@ -118,7 +119,8 @@ class Body:
     """A function and the objects of one call, as a pure function of flat arrays.
 
     Args:
-        call: ``call(copies, arrays)`` runs the function on copies, with these arrays among its arguments.
+        call: ``call(copies, arrays)`` runs the function on copies, with these arrays among its arguments; returns what
+            it returned, and the containers among its arguments as they were before.
         reach: What the function can reach: nnx objects, Variables, containers that hold some.
         inputs: How many leaves are arguments; those come first.
         targets: For every further leaf the Variable or :class:`Place` that holds it.
@@ -136,7 +138,7 @@ class Body:
 
     def __init__(
         self,
-        call: Callable[[Copies, Sequence[Any]], Any],
+        call: Callable[[Copies, Sequence[Any]], tuple[Any, Given]],
         reach: Sequence[Any],
         inputs: int,
         targets: Sequence[Any],
@@ -169,7 +171,7 @@ class Body:
         _graph.LOCAL.stage = stage
         try:
             with copies.swapped():
-                out = self._call(copies, leaves[: self.inputs])
+                out, given = self._call(copies, leaves[: self.inputs])
         finally:
             _graph.LOCAL.stage = outer
         self.adopted = stage.adopted
@@ -182,7 +184,7 @@ class Body:
         self.kept = [n for n, t in enumerate(self.targets) if mark_of(t) in known]
         targets = {n: self.targets[n] for n in self.kept}
         targets |= enumerate((target for target, _ in self.adopted), len(self.targets))
-        self.record, outputs = describe(out, base, copies, targets, reads, leaves)
+        self.record, outputs = describe(out, base, copies, targets, reads, given, leaves)
         return outputs
 
 

@@ -3,9 +3,10 @@
 Inside of :func:`lazy` every operation of jax, flax and optax is noted instead of run, forward and backward. Where
 Python needs a value, or at :func:`mark_step`, what was noted is compiled, once for every structure, and started;
 recording goes on. ``trace`` records, ``graph`` is what is recorded, ``kinds`` are its operations, ``executor`` compiles
-and runs it, ``metrics`` counts, ``dump`` shows.
+and runs it, ``checking`` compares it with plain Python, ``metrics`` counts, ``dump`` shows.
 """
 
+from lazymods.lazytensor import checking as checking
 from lazymods.lazytensor import metrics as metrics
 from lazymods.lazytensor import operators as _operators
 from lazymods.lazytensor.dump import GraphHash as GraphHash

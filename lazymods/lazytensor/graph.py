@@ -28,14 +28,16 @@ class Cell:
         aval: Shape, dtype and weak type.
         value: The value; None until it is known.
         held: Whether Python can still ask for the value.
+        plain: In check mode, until both are compared: what executing the operation gave.
     """
 
-    __slots__ = ("aval", "held", "value")  # and not its node: a cycle would be left to the garbage collector
+    __slots__ = ("aval", "held", "plain", "value")  # and not its node: a cycle would be left to the garbage collector
 
     def __init__(self, aval: Any, value: Any = None) -> None:
         self.aval = aval
         self.value = value
         self.held = False
+        self.plain: Any = None
 
 
 class Node:

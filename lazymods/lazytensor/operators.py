@@ -48,7 +48,7 @@ def _binary(name: str, slow: Callable[[Any, Any], Any]) -> Callable[[Any, Any], 
             return slow(self, other)
         key = (name, self.aval, of_other, tracing.settings())
         known = _known.get(key)
-        if known is None:
+        if known is None or trace.recording.checks:
             return _learn(key, lambda: slow(self, other), (self, other), (other, self))
         return trace.recording.add(known.kind, (other, self) if known.swapped else (self, other))[0]
 
@@ -64,7 +64,7 @@ def _power(otherwise: Callable[[Any, Any], Any], slow: Callable[[Any, Any], Any]
             return otherwise(self, other)
         key = ("power", self.aval, other, tracing.settings())
         known = _known.get(key)
-        if known is None:
+        if known is None or trace.recording.checks:
             return _learn(key, lambda: slow(self, other), (self,))
         return trace.recording.add(known.kind, (self,))[0]
 
@@ -78,7 +78,7 @@ def _unary(name: str, slow: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return slow(self)
         key = (name, self.aval, tracing.settings())
         known = _known.get(key)
-        if known is None:
+        if known is None or trace.recording.checks:
             return _learn(key, lambda: slow(self), (self,))
         return trace.recording.add(known.kind, (self,))[0]
 
@@ -90,13 +90,18 @@ def _learn(key: Any, slow: Callable[[], Any], *orders: Sequence[Any]) -> Any:
     session: Session = orders[0][0].recording
     before = len(session.pending)
     result = slow()
+    found = None
     for n, operands in enumerate(orders):
         kind = session.noted(before, operands, [result])
         if kind is not None:
-            if len(_known) >= _MOST:
-                _known.clear()
-            _known[key] = _Known(kind, swapped=n == 1)
+            found = _Known(kind, swapped=n == 1)
             break
+    if session.checks and key in _known:
+        session.confirm(key[0], _known[key], found)
+    elif found is not None:
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[key] = found
     return result
 
 

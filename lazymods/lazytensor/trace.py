@@ -13,6 +13,7 @@ graph of its own.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -98,8 +99,10 @@ for _name in (
 class Session:
     """The recording of one thread."""
 
+    checks = False
+
     def __init__(self) -> None:
-        self.trace = calls.CallRecorder(self)
+        self.trace: tracing.Recorder = calls.CallRecorder(self)
         self.depth = 0
         self.max_ops = _MOST_OPS
         self._lock = threading.RLock()
@@ -203,6 +206,9 @@ class Session:
             cell.value = tracing.executed(cell.value)
         return cell.value
 
+    def confirm(self, name: str, known: Any, found: Any) -> None:
+        """In check mode, see that what an operator was known to become is what it became."""
+
     def _operand(self, value: Any) -> Any:
         if isinstance(value, LazyTensor):
             return value if value.recording is self else value.now("use in another thread")
@@ -300,6 +306,10 @@ class Session:
             raise
         finally:
             self._started = time.perf_counter()
+        self.given(graph, cells, found)
+
+    def given(self, graph: Graph, cells: Sequence[Cell], found: Sequence[Any]) -> None:
+        """Let cells of a graph have their values."""
         for cell, value in zip(cells, found, strict=True):
             cell.value = value
 
@@ -379,6 +389,8 @@ class _Threads(threading.local):
 
 
 _THREADS = _Threads()
+SESSIONS: dict[bool, type[Session]] = {False: Session}
+"""What records, and what checks as well."""
 
 
 def session() -> Session | None:
@@ -387,8 +399,16 @@ def session() -> Session | None:
     return found if found is not None and found.depth else None
 
 
+def _of_thread(check: bool) -> Session:
+    """Return what records this thread; what another one has recorded is computed when it is wanted."""
+    known = _THREADS.session
+    if known is None or known.checks != check:
+        known = _THREADS.session = SESSIONS[check]()
+    return known
+
+
 @contextlib.contextmanager
-def lazy(*, max_ops: int | None = None) -> Iterator[None]:
+def lazy(*, max_ops: int | None = None, check: bool = False) -> Iterator[None]:
     """Record the operations of a block instead of running them; also a decorator.
 
     What is recorded is cut into programs where Python needs a value, at :func:`mark_step`, and at the end of the
@@ -397,6 +417,13 @@ def lazy(*, max_ops: int | None = None) -> Iterator[None]:
 
     Args:
         max_ops: Operations after which a graph is cut, which bounds the time of a compile; 20,000 if not given.
+        check: Execute every operation at once as well, on values of its own, and compare each value that a cut
+            computes: its type exactly, and floats to rounding. Operations with effects run once, and are not checked.
+            The way to make sure, at more than the price of both. ``LAZYMODS_CHECK=1`` in the environment turns it on
+            for all blocks. In nested blocks the outermost one decides.
+
+    Raises:
+        LazyError: With ``check``: the first operation that gave something else, by name and types.
 
     Example:
         >>> import jax.numpy as jnp
@@ -412,7 +439,7 @@ def lazy(*, max_ops: int | None = None) -> Iterator[None]:
         yield
         return
     if running is None:
-        running = _THREADS.session = _THREADS.session or Session()
+        running = _of_thread(check or os.environ.get("LAZYMODS_CHECK") == "1")
     before, running.max_ops = running.max_ops, max_ops or running.max_ops
     running.depth += 1
     try:

@@ -4,18 +4,19 @@ from typing import Any
 
 import pytest
 from fuzz import fuzz_programs as fuzz
+from fuzz.program_grammar import OPTIMIZERS, Program, program
 
 import lazymods as lm
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_plain_python_does_not_differ_from_itself(seed: int) -> None:
-    assert fuzz.difference(fuzz.program(seed), "plain") is None
+    assert fuzz.difference(program(seed), "plain") is None
 
 
 def test_a_program_is_the_same_for_a_seed_and_differs_between_seeds() -> None:
-    assert fuzz.program(3) == fuzz.program(3)
-    assert len({fuzz.program(seed).source() for seed in range(50)}) > 45
+    assert program(3) == program(3)
+    assert len({program(seed).source() for seed in range(50)}) > 45
 
 
 FAULTS: dict[str, Any] = {
@@ -28,11 +29,9 @@ FAULTS: dict[str, Any] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_and_made_small(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fuzz.MODES, "plain", FAULTS[fault])
-    program = fuzz.Program(
-        ("y = y * n", "y = jnp.sin(y)"), ((1, "w['n'] = 5"),), ("x", "n"), fuzz.OPTIMIZERS[0], "y", False
-    )
-    assert fuzz.difference(program, "plain") is not None
-    small = fuzz.minimized(program, "plain")
+    made = Program(("y = y * n", "y = jnp.sin(y)"), ((1, "w['n'] = 5"),), ("x", "n"), OPTIMIZERS[0], "y", (False,) * 4)
+    assert fuzz.difference(made, "plain") is not None
+    small = fuzz.minimized(made, "plain")
     assert len(small.lines) <= 1
     assert fuzz.difference(small, "plain") is not None
 
@@ -46,4 +45,4 @@ def test_a_refusal_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(fuzz.MODES, "plain", refuses)
     with pytest.raises(fuzz.RefusedError):
-        fuzz.difference(fuzz.Program((), (), ("x",), fuzz.OPTIMIZERS[0], "y", False), "plain")
+        fuzz.difference(Program((), (), ("x",), OPTIMIZERS[0], "y", (False,) * 4), "plain")

@@ -1,0 +1,38 @@
+"""A call in plain Python, where no program can do it: if it fails, everything is as before, as after any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lazymods import _compat, _compat_jit
+from lazymods.compile.given import Given, is_same
+from lazymods.compile.picture import Picture, contents_of, held_by, refill
+
+
+def all_or_nothing(run: Callable[[], Any], reach: Sequence[Any], given: Given) -> Any:
+    """Run a function in plain Python.
+
+    Args:
+        run: The function.
+        reach: What it can reach: nnx objects, Variables, containers that hold some.
+        given: The containers among its arguments.
+
+    Returns:
+        What it returned. If it raises, ``reach`` and ``given`` are as they were before.
+    """
+    picture = Picture(reach)
+    variables = [(v, type(v), v.get_raw_value(), dict(_compat.raw_metadata(v))) for v in picture.variables]
+    try:
+        return run()
+    except BaseException:
+        for node, cls, contents in zip(picture.nodes, picture.classes, picture.contents, strict=True):
+            if type(node) is not cls:
+                _compat.set_class(node, cls)
+            if not is_same(contents, contents_of(node)):
+                refill(held_by(node), contents)
+        for variable, cls, raw, metadata in variables:
+            _compat.write_variable(variable, cls, raw, metadata)
+        given.restore()
+        _compat_jit.Watch.restructured()
+        raise

@@ -1,0 +1,187 @@
+"""Containers among the arguments of a call: their order is seen, and what is done to them is done to the caller's.
+
+``jax.jit`` gives a function containers of its own, whose keys it has sorted, and what the function writes to those is
+lost. Here a dict comes with its keys in the caller's order, which is part of the program, and what a trace has written
+to dicts and lists stands in its record. Other pytrees can't be written to: that is refused.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from lazymods._compat import jit as _compat_jit
+from lazymods._errors import LazyError, Problem
+from lazymods.compile.picture import contents_of, refill
+from lazymods.compile.tokens import Kind, kind_of_type
+
+_SORTED = (dict, collections.defaultdict)  # by JAX, when it takes them apart
+_CONTAINERS = (Kind.DICT, Kind.LIST, Kind.QUEUE)
+
+
+def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """Return the parts of a pytree by what a path calls them, in JAX's order; None for a leaf."""
+    cls = type(value)
+    if cls is list or cls is tuple:
+        return enumerate(value)
+    kind = kind_of_type(cls)
+    if kind in (Kind.ARRAY, Kind.NODE, Kind.VARIABLE) or value is None:
+        return None
+    if cls in _SORTED:
+        return [(key, value[key]) for key in sorted(value)]
+    flat = jax.tree_util.default_registry.flatten_one_level(value)
+    return None if flat is None else enumerate(flat[0])
+
+
+def _values(value: Any) -> list[Any]:
+    return [part for _, part in _children(value) or ()]
+
+
+def _dicts(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """Yield the dicts in a pytree that JAX sorts, in an order that does not depend on theirs."""
+    parts = _children(tree)
+    if parts is None or (is_leaf is not None and is_leaf(tree)):
+        return
+    if type(tree) in _SORTED:
+        yield tree
+    for _, part in parts:
+        yield from _dicts(part, is_leaf)
+
+
+Orders = tuple[tuple[Hashable, ...], ...]
+
+
+def orders_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Orders:
+    """Return the order of the keys of each dict in a pytree; nothing if all are sorted, as JAX would have them."""
+    found = tuple(map(tuple, _dicts(tree, is_leaf)))
+    return found if any(list(keys) != sorted(keys) for keys in found) else ()
+
+
+def layout(tree: Any) -> list[Any]:
+    """Return what tells two pytrees of equal structure apart by the order of their keys; faster than orders."""
+    found: list[Any] = []
+    _add_layout(tree, found)
+    return found
+
+
+def _add_layout(tree: Any, found: list[Any]) -> None:
+    if type(tree) in _SORTED:
+        found.append(tuple(tree))
+        parts: Any = tree.values()
+    else:
+        parts = [part for _, part in _children(tree) or ()]
+    for part in parts:
+        if type(part) is not _compat_jit.ARRAY:
+            _add_layout(part, found)
+
+
+def put_in_order(tree: Any, orders: Orders, leaves: Iterable[Any]) -> Any:
+    """Return a pytree that JAX has built of these leaves, with the dicts in it in these orders."""
+    if orders:
+        whole = {*map(id, leaves)}  # some may be dicts
+        for thing, keys in zip(list(_dicts(tree, lambda v: id(v) in whole)), orders, strict=True):
+            refill(thing, {key: thing[key] for key in keys})
+    return tree
+
+
+def fresh(value: Any) -> Any:
+    """Return a static argument in containers of its own, which a trace may write to."""
+    cls = type(value)
+    if cls is dict:
+        return {key: fresh(part) for key, part in value.items()}
+    return cls(map(fresh, value)) if cls is list or cls is tuple else value
+
+
+class Given:
+    """The containers among the arguments of one call, in a fixed order, and what they held.
+
+    Args:
+        args: The arguments.
+        kwargs: The keyword arguments.
+
+    Attributes:
+        things: The dicts and lists. One that is in two places stands here twice, as the function gets two.
+        contents: What each of them held.
+    """
+
+    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.things: list[Any] = []
+        self.contents: list[Any] = []
+        self._paths: list[str] = []
+        self._others: list[tuple[str, Any, list[Any]]] = []
+        for name, value in [*enumerate(args), *sorted(kwargs.items())]:
+            self._visit(value, f"argument {name}")
+
+    def _visit(self, value: Any, path: str) -> None:
+        parts = _children(value)
+        if parts is None:
+            return
+        parts, kind = list(parts), kind_of_type(type(value))
+        if kind in _CONTAINERS:
+            self.things.append(value)
+            self.contents.append(contents_of(value, kind))
+            self._paths.append(path)
+        elif kind is not Kind.TUPLE:
+            self._others.append((path, value, _values(value)))
+        for key, part in parts:
+            self._visit(part, f"{path}[{key!r}]")
+
+    def changed(self) -> list[int]:
+        """Return the numbers of the containers that hold other things than before, or in another order.
+
+        Raises:
+            LazyError: If a pytree of another class does.
+        """
+        for path, value, before in self._others:
+            if not is_same(before, _values(value)):
+                raise LazyError(
+                    Problem(
+                        path,
+                        f"a function that writes to a {type(value).__name__} among its arguments",
+                        "a write to a dict, a list or an nnx object: of another pytree the function has a copy",
+                        "the new object as a result of the function",
+                    )
+                )
+        return [n for n, thing in enumerate(self.things) if not is_same(self.contents[n], contents_of(thing))]
+
+    def restore(self) -> None:
+        """Let the containers hold what they held."""
+        for thing, contents in zip(self.things, self.contents, strict=True):
+            if not is_same(contents, contents_of(thing)):
+                refill(thing, contents)
+
+    def refuse_shared(self, changed: Iterable[int], others: Iterable[Any]) -> None:
+        """Refuse to change a container that the function has in several places, as several containers.
+
+        Args:
+            changed: The numbers of those that are about to change.
+            others: Objects that the function reaches besides.
+
+        Raises:
+            LazyError: If there is one.
+        """
+        places, besides = [*map(id, self.things)], {*map(id, others)}
+        for number in changed:
+            if places.count(places[number]) > 1 or places[number] in besides:
+                raise LazyError(
+                    Problem(
+                        self._paths[number],
+                        "a container in several places, and a function that writes to it in one of them",
+                        "one place: a compiled function has a container for each, and sees a write in one only",
+                        "the container once, or a copy of it in all other places",
+                    )
+                )
+
+
+def is_same(before: Any, after: Any) -> bool:
+    """Whether a copy of what a container held, or a list of its parts, is what it holds now."""
+    if len(before) != len(after):
+        return False
+    if isinstance(before, set):
+        return {*map(id, before)} == {*map(id, after)}
+    if isinstance(before, dict):
+        return all(a == b and before[a] is after[b] for a, b in zip(before, after, strict=True))
+    return all(a is b for a, b in zip(before, after, strict=True))

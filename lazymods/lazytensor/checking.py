@@ -1,0 +1,98 @@
+"""The check mode of lazy tensors: every operation is also executed at once, and both are compared at each cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lazymods import _compat
+from lazymods._compat import tracing
+from lazymods._errors import LazyError, Problem
+from lazymods.compile.shadow_values import values_differ
+from lazymods.lazytensor.graph import Cell, Graph
+from lazymods.lazytensor.kinds import Kind, kind_of
+from lazymods.lazytensor.trace import SESSIONS, LazyTensor, Session
+
+_WRITE = "lazy() around less of it, until it is known what differs; then report it as a fault of lazymods, with that"
+
+
+class _Raised:
+    """What an operation has for a result that raised an error when it was executed at once."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+class CheckedSession(Session):
+    """A recording beside which each operation is executed, as it would be without the block.
+
+    The values of both are apart from each other until a cut has compared them: ``cell.plain`` is what executing gave.
+    Operations with effects are not executed a second time; what they give is taken as it is.
+    """
+
+    checks = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trace = tracing.Recorder(self)  # all operations come to ``note``
+
+    def note(self, primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+        """Note one operation, and execute it."""
+        if tracing.allocates(primitive):
+            return super().note(primitive, inputs, params)
+        kind = kind_of(primitive, tuple(map(tracing.aval_of, inputs)), params, tracing.settings())
+        plain = None if kind.effects else self._executed(primitive, inputs, params)
+        made = super().note(primitive, inputs, params)
+        for number, tensor in enumerate(made if plain is not None else ()):
+            tensor.cell.plain = plain if isinstance(plain, _Raised) else plain[number]  # type: ignore[index]
+            if tensor.cell.value is not None:  # the graph was cut at this operation
+                self._compare(kind, tensor.cell)
+        return made
+
+    def _executed(self, primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> Sequence[Any] | _Raised:
+        with tracing.at(self.trace.parent):
+            operands = [self._plain(x) for x in inputs]
+            for operand in operands:
+                if isinstance(operand, _Raised):
+                    return operand
+            try:
+                out = primitive.bind(*operands, **params)
+            except Exception as error:  # it is raised when it is computed
+                return _Raised(error)
+        return out if primitive.multiple_results else [out]
+
+    def _plain(self, value: Any) -> Any:
+        if not isinstance(value, LazyTensor):
+            return value
+        if value.recording is self and value.cell.plain is not None:
+            return value.cell.plain
+        return value.now("check")
+
+    def given(self, graph: Graph, cells: Sequence[Cell], found: Sequence[Any]) -> None:
+        """Let cells have their values, and compare those with what executing gave."""
+        super().given(graph, cells, found)
+        wanted = set(cells)
+        for node in graph.nodes:
+            for cell in node.outputs:
+                if cell in wanted and cell.plain is not None:
+                    self._compare(node.kind, cell)
+
+    def _compare(self, kind: Kind, cell: Cell) -> None:
+        plain, cell.plain = cell.plain, None  # from here on both go on with one value: rounding does not add up
+        if isinstance(plain, _Raised):
+            error = plain.error
+            raise LazyError(Problem(str(kind), "a value", f"{type(error).__name__}: {error}", _WRITE)) from error
+        if _compat.is_tracer(plain) or _compat.is_tracer(cell.value):
+            return
+        found = values_differ(plain, tracing.executed(cell.value))
+        if found is not None:
+            raise LazyError(Problem(str(kind), f"{found[0]}, of the block", f"{found[1]}, as without it", _WRITE))
+
+    def confirm(self, name: str, known: Any, found: Any) -> None:
+        """Refuse what the short way of an operator would record, if that is not what JAX does."""
+        if found != known:
+            was = "other operations" if found is None else str(found.kind)
+            raise LazyError(Problem(name, f"{known.kind}, of the block", f"{was}, as without it", _WRITE))
+
+
+SESSIONS[True] = CheckedSession
