@@ -146,6 +146,14 @@ class Blueprint:
         full = equation.primitive is jax.lax.broadcast_in_dim_p and np.shape(equation.invars[0].aval) == ()
         return equation if full and hasattr(equation.invars[0], "val") else None
 
+    def inputs_of(self, slots: Sequence[Slot]) -> list[int]:
+        """Return which of the keys and counters that were given to :func:`trace` some slots follow from."""
+        jaxpr = self.program.jaxpr
+        wanted = [jaxpr.outvars[s.index] for s in slots]
+        live = {v for v in wanted if not hasattr(v, "val")}
+        live.update(v for e in _needed(jaxpr.eqns, wanted) for v in e.invars if not hasattr(v, "val"))
+        return [i for i, v in enumerate(jaxpr.invars) if v in live]
+
     def resized(self, root: Node, slots: Mapping[Path, Slot], values: Mapping[str, Any]) -> Blueprint:
         """Describe what the constructor makes at other sizes, where each slot has a source (:meth:`source_of`)."""
         other = Blueprint(root, slots, self.program, self.draws, values)

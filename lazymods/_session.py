@@ -358,8 +358,8 @@ def _forget_keys(roots: list[Any]) -> None:
         if _graph.is_placeholder(variable) and not variable.recipe.is_static:
             recipe = variable.recipe
             source = InitSource(None) if isinstance(recipe.source, InitSource) else recipe.source
-            marker = _compat_abstract.zeros(recipe.stack, np.float32)
-            variable.set_raw_value(Recipe(source, *recipe.static()[1:], keys=(marker,)))
+            marks = _compat_abstract.zeros(recipe.stacking.marks, np.float32)
+            variable.set_raw_value(Recipe(source, *recipe.static()[1:], keys=(marks,)))
 
 
 def _arrays_only(output: Any) -> Any:

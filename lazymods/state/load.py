@@ -262,7 +262,7 @@ def _heading(model: Any, origin: Origin) -> str:
 def _write(plan: Plan, origin: Origin) -> None:
     sized = {id(layer) for layer, _ in plan.sized}
     waiting = [
-        (p, n, _lifecycle.stack_of(n))
+        (p, n, _lifecycle.stackings(n))
         for p, n in plan.lazy
         if id(n) not in sized and _graph.has_uninitialized_params(n)
     ]
@@ -279,11 +279,11 @@ def _write(plan: Plan, origin: Origin) -> None:
     for layer, blueprint in plan.sized:
         _lifecycle.settle(layer, blueprint)
     written = {id(write.place.owner) for write in plan.writes.values()}
-    for path, layer, stack in waiting:
+    for path, layer, stacked in waiting:
         try:
             if STATE in vars(layer):
                 partly = any(id(e.value) in written for e in _graph.entries(layer))
-                _lifecycle.settle_if_filled(layer, initialize=partly, stack=stack)
+                _lifecycle.settle_if_filled(layer, initialize=partly, stacked=stacked)
         except LazyError as error:
             problem = error.problems[0] if error.problems else None
             got = problem.got if problem else str(error)

@@ -14,7 +14,6 @@ from lazymods import _compat, _graph, _lifecycle
 from lazymods._blueprint import Blueprint
 from lazymods._errors import Problem, describe, located
 from lazymods._graph import OTHER, STATE, Path, dotted, kind_of
-from lazymods._held import unstacked
 from lazymods._placeholder import UninitializedVariable, fits, show_shape
 from lazymods._recipe import Shape, is_key
 from lazymods._spec import REFUSALS, LayerSpec
@@ -279,7 +278,7 @@ def _shapes_to_be(
 ) -> tuple[dict[Path, Shape], list[Write]]:
     """Return the shapes of the slots that have a value or will get one, and the writes to them."""
     shapes, writes = {}, []
-    stack = _lifecycle.stack_of(layer)
+    stacked = _lifecycle.stackings(layer)
     for slot, (_, _, value) in _lifecycle.own_slots(layer, template.blueprint).items():
         write = by_owner.get(id(value))
         if write is not None:
@@ -289,7 +288,7 @@ def _shapes_to_be(
             shape = _lifecycle.shape_of(value)
         else:
             continue
-        shapes[slot] = unstacked(shape, stack, len(template.blueprint.slots[slot].shape))
+        shapes[slot] = stacked.part(slot, tuple(shape), len(template.blueprint.slots[slot].shape))
     return shapes, writes
 
 
