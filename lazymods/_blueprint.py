@@ -151,7 +151,8 @@ class Blueprint:
         jaxpr = self.program.jaxpr
         wanted = [jaxpr.outvars[s.index] for s in slots]
         live = {v for v in wanted if not hasattr(v, "val")}
-        live.update(v for e in _needed(jaxpr.eqns, wanted) for v in e.invars if not hasattr(v, "val"))
+        drawing = [e for e in _needed(jaxpr.eqns, wanted) if e.params.get("call") not in _CONSTANT]
+        live.update(v for e in drawing for v in e.invars if not hasattr(v, "val"))
         return [i for i, v in enumerate(jaxpr.invars) if v in live]
 
     def resized(self, root: Node, slots: Mapping[Path, Slot], values: Mapping[str, Any]) -> Blueprint:
@@ -180,6 +181,9 @@ class Blueprint:
             out = _run_equation(equation, [read(v) for v in equation.invars], shapes.get(equation.outvars[0]))
             env.update(zip(equation.outvars, out, strict=True))
         return [jnp.asarray(read(v)) for v in wanted]
+
+
+_CONSTANT = (jax.nn.initializers.zeros, jax.nn.initializers.ones)  # they take a key, and draw nothing
 
 
 def _needed(equations: Sequence[Any], wanted: Sequence[Any]) -> Iterator[Any]:

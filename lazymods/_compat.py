@@ -173,6 +173,22 @@ def transforms_running() -> bool:
     return bool(graphlib.GRAPH_CONTEXT.update_context_stacks)
 
 
+def asked_for_gradient() -> bool:
+    """Whether ``jax.grad`` or ``jax.value_and_grad`` is looking at what it is to differentiate by, in a caller.
+
+    Looks for the frame of ``value_and_grad_f`` in ``jax._src.api``, which checks the dtype of each of the leaves. Where
+    it is not found, JAX's own error says that keys can't be differentiated by. (jax 0.10.2 and 0.12.0)
+    """
+    asked = sys._getframe(2)
+    asking = asked.f_back
+    return (
+        asking is not None
+        and asked.f_code.co_name == "tree_leaves"
+        and asking.f_code.co_name == "value_and_grad_f"
+        and asking.f_globals.get("__name__") == "jax._src.api"
+    )
+
+
 def mapping_axes(node: Any) -> list[Any]:
     """Return the axes over which the running nnx.vmap and nnx.pmap calls map the arguments that hold ``node``.
 

@@ -77,7 +77,7 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     """
     spec = vars(layer)[STATE].spec
     blueprint = spec.blueprint(values, modules_of(layer))
-    _conform(layer, blueprint)
+    conform(layer, blueprint)
     held = own_slots(layer, blueprint)
     check_held(layer, blueprint, held, stackings(layer))
     empty = {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)}
@@ -120,14 +120,14 @@ def level_of(layer: Any, placeholders: Any) -> Any:
     return _compat.home_trace(layer)
 
 
-def _conform(layer: Any, blueprint: Blueprint) -> None:
+def conform(layer: Any, blueprint: Blueprint) -> None:
     """Give a layer the structure that its constructor makes at these sizes, where the probes saw another.
 
     A constructor may decide by a size what it holds. Slots that are not there any more go; new ones come as
     placeholders.
     """
     spec = vars(layer)[STATE].spec
-    if spec.modules or blueprint.slots.keys() == spec.template.blueprint.slots.keys():
+    if not has_other_slots(spec, blueprint):
         return
     keys, stacking = vars(layer)[STATE].keys, None
     if keys is None:
@@ -135,6 +135,11 @@ def _conform(layer: Any, blueprint: Blueprint) -> None:
     shapes = {p: s.shape for p, s in blueprint.slots.items()}
     builder = Builder(Mould(spec, Template(blueprint, {}, {}, shapes, frozenset())), keys, {}, stacking)
     _conform_node(layer, blueprint.root, spec.template.blueprint.root, (), builder)
+
+
+def has_other_slots(spec: LayerSpec, blueprint: Blueprint) -> bool:
+    """Whether a constructor holds other Variables at these sizes than it did at the probes."""
+    return not spec.modules and blueprint.slots.keys() != spec.template.blueprint.slots.keys()
 
 
 def _traced_keys(layer: Any) -> tuple[Any, Stacking | None]:
@@ -166,7 +171,8 @@ def _conform_node(node: Any, actual: Node, template: Node, path: Path, builder: 
         if isinstance(description, Node) and isinstance(before, Node) and isinstance(value, nnx.Pytree):
             _conform_node(value, description, before, (*path, name), builder)
         elif isinstance(description, (Slot, Node)) and type(before) is not type(description):
-            object.__setattr__(node, name, builder.make(description, (*path, name)))
+            if value is _graph.MISSING or _is_own(value, before):  # else it was given: by a load, or by hand
+                object.__setattr__(node, name, builder.make(description, (*path, name)))
         elif isinstance(description, Static) and _is_own(value, before):
             object.__setattr__(node, name, description.fresh())
 
@@ -174,7 +180,9 @@ def _conform_node(node: Any, actual: Node, template: Node, path: Path, builder: 
 def _is_own(value: Any, before: Any) -> bool:
     """Whether an attribute is a placeholder, or what the constructor made at the probes' sizes with nothing filled."""
     if isinstance(value, UninitializedVariable):
-        return True
+        return isinstance(before, Slot)
+    if isinstance(before, Static):
+        return same_static(before.value, value)
     return isinstance(before, Node) and isinstance(value, before.cls) and _graph.has_uninitialized_params(value)
 
 
@@ -442,7 +450,7 @@ def settle_if_filled(layer: Any, *, initialize: bool = False, stacked: Stackings
     if values is None:
         return False
     blueprint = spec.blueprint(values, modules_of(layer))
-    _conform(layer, blueprint)
+    conform(layer, blueprint)
     held = own_slots(layer, blueprint)
     empty = [v for _, _, v in held.values() if isinstance(v, UninitializedVariable)]
     if not initialize and not all(isinstance(v, TRANSIENT) for v in empty):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymods import _compat
+from lazymods._errors import Problem, UninitializedError
 from lazymods._stacking import ONE, Shape, Stacking
 
 PartialShape = tuple["int | None", ...]
@@ -186,7 +187,8 @@ class Recipe:
     @property
     def shape(self) -> PartialShape | None:
         """The partial shape, with the axes that are stacked; None if not even the rank is known."""
-        return None if self.element is None else self.stacking.whole(self.element)
+        stacking = self.stacking
+        return stacking.whole(self.element) if self.element is not None and stacking.sizes else self.element
 
     @property
     def is_static(self) -> bool:
@@ -260,6 +262,13 @@ def _restore(source: Source, element: PartialShape | None, dtype: Any, label: st
 def _flatten(recipe: Recipe) -> tuple[tuple[Any, ...], Any]:
     if recipe.is_static:
         return (), (*recipe.static(), recipe.key_source)
+    if any(k is not None for k in recipe.leaves) and _compat.asked_for_gradient():  # JAX would speak of keys
+        owner = recipe.source.owner()
+        where = f"{recipe.label or 'a parameter'}{f' of {owner}' if owner else ''}"
+        got = "nnx.grad (or nnx.value_and_grad) with respect to it, while it is an uninitialized parameter"
+        needed = "parameters to differentiate with respect to: none exist yet"
+        write = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+        raise UninitializedError(Problem(where, got, needed, write))
     return recipe.key_source, (*recipe.static(), None)
 
 

@@ -52,22 +52,21 @@ class Stacking:
         """
         sizes = self.sizes
         own = len(self.marks) - len(sizes)
-        if own == rank and self.exact:
-            return tuple([i for i, n in enumerate(self.marks) if n])
         found, before = [], 0
         for i, n in enumerate(self.marks):
             if not n:
                 before += 1
-            elif not self.exact and before < _ENDS:
+            elif self.exact or before < _ENDS:
                 found.append(i)
-            elif not self.exact and before > _ENDS:
+            elif before > _ENDS:
                 found.append(rank + len(sizes) - len(self.marks) + i)
-        if len(found) == len(sizes) and found == sorted({*found}) and all(0 <= i < rank + len(sizes) for i in found):
+        counted = own == (rank if self.exact else 2 * _ENDS) and len(found) == len(sizes)
+        if counted and found == sorted({*found}) and all(0 <= i < rank + len(sizes) for i in found):
             return tuple(found)
         problem = Problem(
             "a stack of lazy layers",
-            f"a value of {rank} axes, where a transform such as nnx.vmap put {len(sizes)} more among {own}",
-            "an axis of the stack that can be told from those of one layer",
+            f"a value of {rank} axes in each, and axes of the stack that can't be told from those",
+            "a stack of one layer at least, along an axis near an end",
             "out_axes=0 of nnx.vmap",
         )
         raise ShapeInferenceError(problem)
@@ -82,8 +81,12 @@ class Stacking:
         return Stacking(tuple(marks))
 
     def whole(self, shape: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shape of all that are stacked, from that of one model's value."""
-        if not self.sizes:
+        """Return the shape of all that are stacked, from that of one model's value.
+
+        Raises:
+            ShapeInferenceError: If it is not to be told where the axes of the stack are.
+        """
+        if not self.marks:
             return tuple(shape)
         whole = list(shape)
         for axis, n in zip(self.axes(len(shape)), self.sizes, strict=True):
@@ -98,7 +101,7 @@ class Stacking:
     def part(self, shape: Sequence[int]) -> Shape | None:
         """Return the shape of one model's value, from that of all that are stacked; None if it is none of those."""
         sizes = self.sizes
-        if not sizes:
+        if not self.marks:
             return tuple(shape)
         if len(shape) < len(sizes) or (self.exact and len(shape) != len(self.marks)):
             return None
@@ -141,6 +144,8 @@ class Stackings:
     def part(self, path: Any, shape: Shape, rank: int) -> Shape:
         """Return the shape of one model's value of that rank; the shape as it is where nothing is stacked like that."""
         stacking = self.known.get(path, self.common) if self.known else None
+        if stacking is None and rank == 0 and any(s.sizes == shape for s in self.known.values()):
+            return ()  # random state, mostly: there is but one way in which it can lie
         part = None if stacking is None else stacking.part(shape)
         return shape if part is None or len(part) != rank else part
 

@@ -181,19 +181,26 @@ def load_entries(
             given = _run_pre_hooks(survey, given, strict)
             survey = Survey(model)  # a hook may do anything
         plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
-        matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
-        result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
-        after = [n for _, n in survey.hooked if _hooks.hooks_of(n, "load_state_dict_post")]
-        _raise_problems(plan, result, origin, strict=strict and not after)
-        snapshot = Snapshot(model)
+        snapshot = Snapshot(model) if plan.grown else None
         try:
+            if plan.grown:  # layers that hold more at the sizes of their entries than what was known
+                for layer, blueprint in plan.grown:
+                    _lifecycle.conform(layer, blueprint)
+                survey = Survey(model)
+                plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
+            matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
+            result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
+            after = [n for _, n in survey.hooked if _hooks.hooks_of(n, "load_state_dict_post")]
+            _raise_problems(plan, result, origin, strict=strict and not after)
+            snapshot = snapshot or Snapshot(model)
             with _compat.at_trace(home_trace(model)):  # what is written must outlive the current trace
                 _write(plan, origin)
             for node in reversed(after):  # children before parents
                 _hooks.run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
         except BaseException:
-            snapshot.restore()
+            if snapshot is not None:
+                snapshot.restore()
             raise
     return result
 

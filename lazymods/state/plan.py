@@ -60,6 +60,7 @@ class Plan:
         self.given, self.skip, self.dtype = given, skip, dtype
         self.lazy = [(p, n) for p, n in reversed(survey.nodes) if _graph.is_lazy_node(n)]
         self.sized: list[tuple[Any, Blueprint]] = []
+        self.grown: list[tuple[Any, Blueprint]] = []
         self.writes: dict[str, Write] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -255,6 +256,9 @@ def _check_lazy_layers(plan: Plan) -> None:
             continue
         key = (spec, tuple(shapes.items()))
         blueprint, conflicts = known.get(key) or known.setdefault(key, _sized(spec, template, shapes))
+        if blueprint is not None and blueprint.slots.keys() - template.blueprint.slots.keys():
+            if blueprint.slots.keys() - _lifecycle.own_slots(layer, blueprint).keys():
+                plan.grown.append((layer, blueprint))
         if blueprint is not None and not template.blueprint.slots.keys() <= blueprint.slots.keys():
             slots = _lifecycle.own_slots(layer, template.blueprint).items()
             gone = {id(value) for slot, (_, _, value) in slots if slot not in blueprint.slots}
