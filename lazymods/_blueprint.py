@@ -151,8 +151,7 @@ class Blueprint:
         jaxpr = self.program.jaxpr
         wanted = [jaxpr.outvars[s.index] for s in slots]
         live = {v for v in wanted if not hasattr(v, "val")}
-        drawing = [e for e in _needed(jaxpr.eqns, wanted) if e.params.get("call") not in _CONSTANT]
-        live.update(v for e in drawing for v in e.invars if not hasattr(v, "val"))
+        live.update(v for e in _needed(jaxpr.eqns, wanted) for v in _inputs_of(e))
         return [i for i, v in enumerate(jaxpr.invars) if v in live]
 
     def resized(self, root: Node, slots: Mapping[Path, Slot], values: Mapping[str, Any]) -> Blueprint:
@@ -173,7 +172,7 @@ class Blueprint:
         env |= zip(jaxpr.invars, keys, strict=True)
 
         def read(atom: Any) -> Any:
-            return atom.val if hasattr(atom, "val") else env[atom]
+            return atom.val if hasattr(atom, "val") else env.get(atom)  # None: what is of no effect
 
         wanted = [jaxpr.outvars[s.index] for s in slots]
         shapes = {v: s.shape for v, s in zip(wanted, slots, strict=True) if not hasattr(v, "val")}
@@ -186,6 +185,13 @@ class Blueprint:
 _CONSTANT = (jax.nn.initializers.zeros, jax.nn.initializers.ones)  # they take a key, and draw nothing
 
 
+def _inputs_of(equation: Any) -> Sequence[Any]:
+    """The variables that an equation computes from."""
+    if equation.primitive is init_p and any(equation.params["call"] is c for c in _CONSTANT):
+        return ()
+    return [v for v in equation.invars if not hasattr(v, "val")]
+
+
 def _needed(equations: Sequence[Any], wanted: Sequence[Any]) -> Iterator[Any]:
     """The equations that the wanted variables depend on, in order."""
     live = {v for v in wanted if not hasattr(v, "val")}
@@ -193,7 +199,7 @@ def _needed(equations: Sequence[Any], wanted: Sequence[Any]) -> Iterator[Any]:
     for equation in reversed(equations):
         if any(v in live for v in equation.outvars):
             keep.append(equation)
-            live.update(v for v in equation.invars if not hasattr(v, "val"))
+            live.update(_inputs_of(equation))
     return reversed(keep)
 
 

@@ -191,7 +191,8 @@ def _compute(spec: LayerSpec, blueprint: Blueprint, empty: Mapping[Path, Any]) -
     own = _own(spec, empty)
     arrays = {p: v.recipe.make(whole(blueprint, p, v)) for p, v in empty.items() if p not in own}
     arrays |= _taken(blueprint, own)
-    arrays |= Drawing([(blueprint, {p: v for p, v in own.items() if p not in arrays and not v.recipe.stacking.sizes})]).run()[0]
+    plain = {p: v for p, v in own.items() if p not in arrays and not v.recipe.stacking.sizes}
+    arrays |= Drawing([(blueprint, plain)]).run()[0]
     groups: list[tuple[Any, list[Path]]] = []
     for path, variable in own.items():
         if path in arrays:

@@ -277,7 +277,7 @@ def report_of(model: Any, session: Session | None, drawing: Drawing | None = Non
 def _all_nodes(model: Any, known: Any, visited: Mapping[int, Any]) -> list[tuple[Path, Any]]:
     """The nodes of a model, and after those of a layer the ones that it has at the sizes found, and had not before."""
     found = list(_ordered_nodes(model))
-    for path, node in [(p, n) for p, n in found if id(n) in visited]:
+    for path in [p for p, n in found if id(n) in visited]:
         inside = [((*path, *p), n) for p, n in _ordered_nodes(_graph.at(known, path))]
         new = [(p, n) for p, n in inside if _graph.at(model, p) is _graph.MISSING]
         last = max(i for i, (p, _) in enumerate(found) if p[: len(path)] == path) if new else 0

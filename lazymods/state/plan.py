@@ -256,13 +256,8 @@ def _check_lazy_layers(plan: Plan) -> None:
             continue
         key = (spec, tuple(shapes.items()))
         blueprint, conflicts = known.get(key) or known.setdefault(key, _sized(spec, template, shapes))
-        if blueprint is not None and blueprint.slots.keys() - template.blueprint.slots.keys():
-            if blueprint.slots.keys() - _lifecycle.own_slots(layer, blueprint).keys():
-                plan.grown.append((layer, blueprint))
-        if blueprint is not None and not template.blueprint.slots.keys() <= blueprint.slots.keys():
-            slots = _lifecycle.own_slots(layer, template.blueprint).items()
-            gone = {id(value) for slot, (_, _, value) in slots if slot not in blueprint.slots}
-            plan.missing = [name for name in plan.missing if id(plan.places[name].owner) not in gone]
+        if blueprint is not None and blueprint.slots.keys() != template.blueprint.slots.keys():
+            _note_other_slots(plan, layer, template.blueprint, blueprint)
         if blueprint is not None and shapes.keys() == template.blueprint.slots.keys() == blueprint.slots.keys():
             plan.sized.append((layer, blueprint))
         if conflicts:
@@ -275,6 +270,15 @@ def _check_lazy_layers(plan: Plan) -> None:
             plan.problems.append(Problem(where, conflicts[0], needed, "entries of one and the same layer"))
     if plan.mismatched:  # an entry that is left out may be tied into a layer that counted on it
         plan.sized.clear()
+
+
+def _note_other_slots(plan: Plan, layer: Any, known: Blueprint, actual: Blueprint) -> None:
+    """Note what a layer has at the sizes of its entries only, and forget what it has not."""
+    if actual.slots.keys() - _lifecycle.own_slots(layer, actual).keys():
+        plan.grown.append((layer, actual))
+    slots = _lifecycle.own_slots(layer, known).items()
+    gone = {id(value) for slot, (_, _, value) in slots if slot not in actual.slots}
+    plan.missing = [name for name in plan.missing if id(plan.places[name].owner) not in gone]
 
 
 def _shapes_to_be(
