@@ -14,12 +14,21 @@ from lazymods._errors import Problem, ShapeInferenceError, located
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import UninitializedVariable, fits, show_shape
 from lazymods._spec import SlotSource
-from lazymods._stacking import Stackings
+from lazymods._stacking import NOT_STACKED, Stackings, stackings_of
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """The shape of what a slot holds, a Variable with a value or a raw array."""
     return tuple(np.shape(value.get_raw_value() if isinstance(value, nnx.Variable) else value))
+
+
+def stackings(layer: Any) -> Stackings:
+    """The axes that the values of a layer have beside their own: it was built under ``nnx.vmap``."""
+    waiting = [v for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)]
+    if all(v.recipe.is_static for v in waiting):
+        return NOT_STACKED
+    entries = [e for e in _graph.entries(layer) if isinstance(e.value, UninitializedVariable)]
+    return stackings_of((e.path, e.value.recipe) for e in entries)
 
 
 def check_held(

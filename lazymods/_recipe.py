@@ -82,12 +82,7 @@ class StaticKeys:
         return hash(self._bytes())
 
     def __getstate__(self) -> list[Any]:
-        return [
-            (str(jax.random.key_impl(a)), np.asarray(_key_data(a)))
-            if is_key(a)
-            else (None, None if a is None else np.asarray(a))
-            for a in self.arrays
-        ]
+        return [_stored(a) for a in self.arrays]
 
     def __setstate__(self, state: list[Any]) -> None:
         self.arrays = tuple(None if data is None else _array(data, impl) for impl, data in state)
@@ -103,6 +98,11 @@ def is_key(value: Any) -> bool:
 
 def _key_data(a: Any) -> Any:
     return jax.random.key_data(a) if is_key(a) else a
+
+
+def _stored(array: Any) -> tuple[str | None, Any]:
+    impl = str(jax.random.key_impl(array)) if is_key(array) else None
+    return impl, None if array is None else np.asarray(_key_data(array))
 
 
 def _array(data: Any, impl: str | None) -> Any:

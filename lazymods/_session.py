@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lazymods import _compat, _compat_abstract, _first_call, _graph, _hooks, _lifecycle
+from lazymods import _compat, _compat_abstract, _first_call, _graph, _hooks, _lifecycle, _structure
 from lazymods._errors import (
     NOT_TRACEABLE,
     LazyError,
@@ -279,7 +279,7 @@ class Session:
             blueprint = _first_call.run_initialize_parameters(layer, args, kwargs)
             if blueprint is not None:
                 _lifecycle.merge_attributes(layer, blueprint)
-                if _lifecycle.has_other_slots(vars(layer)[STATE].spec, blueprint):
+                if _structure.has_other_slots(vars(layer)[STATE].spec, blueprint):
                     self._follow_new(layer)
         return None if blueprint is None else dict(blueprint.values)
 

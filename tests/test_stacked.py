@@ -210,7 +210,7 @@ def test_outputs_with_axes_of_their_own() -> None:
 
         return nnx.split_rngs(splits=N)(nnx.vmap(two, out_axes={"a": -1, "b": 0}))(nnx.Rngs(0))
 
-    got, want = (build(LAYERS["linear"][i]) for i in (0, 1))
+    got, want = (build(make) for make in LAYERS["linear"][:2])
     for name in ("a", "b"):
         lm.load_state_dict(got[name], lm.state_dict(want[name]))
         assert_same(got[name], want[name])
@@ -235,7 +235,7 @@ def test_rngs_that_are_not_split() -> None:
     def build(make: Callable[..., Any]) -> Any:
         return nnx.vmap(lambda rngs, _: make(rngs), in_axes=(None, 0), out_axes=-1)(nnx.Rngs(0), jnp.zeros(N))
 
-    got, want = (build(LAYERS["linear"][i]) for i in (0, 1))
+    got, want = (build(make) for make in LAYERS["linear"][:2])
     lm.load_state_dict(got, {"kernel": want.kernel[...]}, strict=False)  # the bias is made from its key
     assert_same(got, want)
 
@@ -282,7 +282,7 @@ def test_no_gradient_by_what_is_not_there(transform: Any, graph: bool) -> None:
 
 @pytest.mark.parametrize("axis", [0, -1])
 def test_a_gradient_in_a_compiled_function(axis: int) -> None:
-    model, want = (Ensemble(LAYERS["linear"][i], axis) for i in (0, 1))
+    model, want = (Ensemble(make, axis) for make in LAYERS["linear"][:2])
     x = jnp.ones((2, 4))
     got, expected = (lm.jit(lambda m, x: nnx.grad(loss)(m, x))(m, x) for m in (model, want))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
@@ -299,7 +299,7 @@ def test_steps_of_a_lazy_optimizer() -> None:
         step = lm.jit(step)
         return [float(step(model, optimizer, jnp.ones((2, 4)))) for _ in range(3)]
 
-    model, want = (Ensemble(LAYERS["linear"][i], -1) for i in (0, 1))
+    model, want = (Ensemble(make, -1) for make in LAYERS["linear"][:2])
     tx = optax.sgd(1e-2, momentum=0.9)
     got = train(model, lm.LazyOptimizer(model, tx, wrt=nnx.Param))
     assert got == train(want, nnx.Optimizer(want, tx, wrt=nnx.Param))

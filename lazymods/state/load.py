@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from lazymods import _compat, _graph, _hooks, _lifecycle
+from lazymods import _compat, _graph, _held, _hooks, _lifecycle, _structure
 from lazymods._error_lists import cause_of
 from lazymods._errors import (
     LazyError,
@@ -185,7 +185,7 @@ def load_entries(
         try:
             if plan.grown:  # layers that hold more at the sizes of their entries than what was known
                 for layer, blueprint in plan.grown:
-                    _lifecycle.conform(layer, blueprint)
+                    _structure.conform(layer, blueprint)
                 survey = Survey(model)
                 plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
             matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
@@ -269,7 +269,7 @@ def _heading(model: Any, origin: Origin) -> str:
 def _write(plan: Plan, origin: Origin) -> None:
     sized = {id(layer) for layer, _ in plan.sized}
     waiting = [
-        (p, n, _lifecycle.stackings(n))
+        (p, n, _held.stackings(n))
         for p, n in plan.lazy
         if id(n) not in sized and _graph.has_uninitialized_params(n)
     ]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from lazymods import _compat, _graph, _lifecycle
+from lazymods import _compat, _graph, _held, _lifecycle
 from lazymods._blueprint import Blueprint
 from lazymods._errors import Problem, describe, located
 from lazymods._graph import OTHER, STATE, Path, dotted, kind_of
@@ -286,7 +286,7 @@ def _shapes_to_be(
 ) -> tuple[dict[Path, Shape], list[Write]]:
     """Return the shapes of the slots that have a value or will get one, and the writes to them."""
     shapes, writes = {}, []
-    stacked = _lifecycle.stackings(layer)
+    stacked = _held.stackings(layer)
     for slot, (_, _, value) in _lifecycle.own_slots(layer, template.blueprint).items():
         write = by_owner.get(id(value))
         if write is not None:
