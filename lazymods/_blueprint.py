@@ -146,6 +146,14 @@ class Blueprint:
         full = equation.primitive is jax.lax.broadcast_in_dim_p and np.shape(equation.invars[0].aval) == ()
         return equation if full and hasattr(equation.invars[0], "val") else None
 
+    def inputs_of(self, slots: Sequence[Slot]) -> list[int]:
+        """Return which of the keys and counters that were given to :func:`trace` some slots follow from."""
+        jaxpr = self.program.jaxpr
+        wanted = [jaxpr.outvars[s.index] for s in slots]
+        live = {v for v in wanted if not hasattr(v, "val")}
+        live.update(v for e in _needed(jaxpr.eqns, wanted) for v in _inputs_of(e))
+        return [i for i, v in enumerate(jaxpr.invars) if v in live]
+
     def resized(self, root: Node, slots: Mapping[Path, Slot], values: Mapping[str, Any]) -> Blueprint:
         """Describe what the constructor makes at other sizes, where each slot has a source (:meth:`source_of`)."""
         other = Blueprint(root, slots, self.program, self.draws, values)
@@ -164,7 +172,7 @@ class Blueprint:
         env |= zip(jaxpr.invars, keys, strict=True)
 
         def read(atom: Any) -> Any:
-            return atom.val if hasattr(atom, "val") else env[atom]
+            return atom.val if hasattr(atom, "val") else env.get(atom)  # None: what is of no effect
 
         wanted = [jaxpr.outvars[s.index] for s in slots]
         shapes = {v: s.shape for v, s in zip(wanted, slots, strict=True) if not hasattr(v, "val")}
@@ -174,6 +182,16 @@ class Blueprint:
         return [jnp.asarray(read(v)) for v in wanted]
 
 
+_CONSTANT = (jax.nn.initializers.zeros, jax.nn.initializers.ones)  # they take a key, and draw nothing
+
+
+def _inputs_of(equation: Any) -> Sequence[Any]:
+    """The variables that an equation computes from."""
+    if equation.primitive is init_p and any(equation.params["call"] is c for c in _CONSTANT):
+        return ()
+    return [v for v in equation.invars if not hasattr(v, "val")]
+
+
 def _needed(equations: Sequence[Any], wanted: Sequence[Any]) -> Iterator[Any]:
     """The equations that the wanted variables depend on, in order."""
     live = {v for v in wanted if not hasattr(v, "val")}
@@ -181,7 +199,7 @@ def _needed(equations: Sequence[Any], wanted: Sequence[Any]) -> Iterator[Any]:
     for equation in reversed(equations):
         if any(v in live for v in equation.outvars):
             keep.append(equation)
-            live.update(v for v in equation.invars if not hasattr(v, "val"))
+            live.update(_inputs_of(equation))
     return reversed(keep)
 
 

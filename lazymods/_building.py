@@ -11,8 +11,9 @@ from lazymods import _compat
 from lazymods._blueprint import Container, Given, Node, Slot, Static
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import UninitializedArray, placeholder_type
-from lazymods._recipe import Recipe, StaticKeys, key_source
+from lazymods._recipe import PartialShape, Recipe, StaticKeys, key_source, leaves_of
 from lazymods._spec import LayerSpec, SlotSource
+from lazymods._stacking import Stacking
 from lazymods._template import Template
 
 
@@ -130,11 +131,24 @@ def _given(description: Any, path: Path) -> Iterator[tuple[Path, Given]]:
 
 
 class Builder:
-    """Makes objects from descriptions: placeholders for slots, one object for a shared description."""
+    """Makes objects from descriptions: placeholders for slots, one object for a shared description.
 
-    def __init__(self, mould: Mould, keys: StaticKeys | tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    Args:
+        mould: What is made.
+        keys: Keys and counters of the streams; if not static, each of the shape of the stack.
+        given: What the caller handed in, by argument name.
+        stacking: How the values of a stack lie, at any rank; None: nothing is stacked.
+    """
+
+    def __init__(
+        self,
+        mould: Mould,
+        keys: StaticKeys | tuple[Any, ...],
+        given: Mapping[str, Any],
+        stacking: Stacking | None = None,
+    ) -> None:
         self.mould, self.template, self.given = mould, mould.template, given
-        self.keys = keys
+        self.keys, self.stacking = keys, stacking
         self.made: dict[int, Any] = {}
         self.metadata = _compat.default_metadata()
 
@@ -166,8 +180,19 @@ class Builder:
         if slot.metadata.get("eager_sharding") is not None:  # the caller's own word goes before the setting
             metadata["eager_sharding"] = slot.metadata["eager_sharding"]
         if slot.cls is not None and issubclass(slot.cls, nnx.RngState):  # random state depends on no size
-            recipe = Recipe(SlotSource(self.mould.spec, slot.path), slot.shape, slot.dtype, "", self.keys)
+            source = SlotSource(self.mould.spec, slot.path)
+            recipe = Recipe(source, slot.shape, slot.dtype, "", self._keys_of(slot, slot.shape))
             value = recipe.stacked(lambda keys: self.template.blueprint.run([slot], keys)[0])
             return _compat.new_variable(slot.cls, value, metadata)
         cls, static = self.mould.placeholder(slot)
-        return _compat.new_variable(cls, Recipe(*static, keys=self.keys), metadata)
+        return _compat.new_variable(cls, Recipe(*static, keys=self._keys_of(slot, static[1])), metadata)
+
+    def _keys_of(self, slot: Slot, shape: PartialShape | None) -> StaticKeys | tuple[Any, ...]:
+        """The keys of one slot: the leaves of a value that follows from no key are the same in all of a stack."""
+        if isinstance(self.keys, StaticKeys):
+            return self.keys
+        used = self.template.blueprint.inputs_of([slot])
+        keys = [k if i in used else None for i, k in enumerate(self.keys)]
+        rank = None if shape is None else len(shape)
+        stacking = Stacking.of_one(rank) if self.stacking is None else self.stacking.at_rank(rank)
+        return leaves_of(keys, stacking)

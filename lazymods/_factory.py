@@ -56,7 +56,8 @@ def lazy(cls: type, *, infer: Infer) -> Any:
             values.
         infer: ``infer(config, *args, **kwargs)`` gets the constructor's bound arguments, defaults included, as a
             read-only mapping, and the first call's arguments, with a ``jax.ShapeDtypeStruct`` for every array. It
-            returns the required constructor arguments that were not given, as a dict of ints (or tuples of ints).
+            returns the required constructor arguments that were not given, as a dict of ints (or tuples of ints). One
+            that has a default may be among them, and wins over that, unless the caller gave it.
 
     Returns:
         A class. Its constructor takes the arguments of ``cls`` by keyword, without those that are to be inferred.
@@ -236,6 +237,7 @@ def _mould(name: str, twin: _Twin, args: Any, kwargs: Any, described: Streams | 
                 _call_line(name, signature),
             )
         ) from error
+    given = set(bound.arguments)
     bound.apply_defaults()
     _check_defaults(name)
     config = {k: v for k, v in bound.arguments.items() if v is not INFERRED}
@@ -248,11 +250,13 @@ def _mould(name: str, twin: _Twin, args: Any, kwargs: Any, described: Streams | 
     modules = {k: v for k, v in config.items() if nnx.Module in type(v).__mro__}
     takes_rngs = twin.rngs_name if rngs is not None else None
     plain = {k: v for k, v in config.items() if k not in modules}
+    own = plan.inferred is None and plan.structure is None  # infer is the user's: nobody has said what it returns
+    left_out = tuple([k for k in plain if k not in given and k not in structure]) if own else ()
 
     def specify(unknown: dict[str, Any], guesses: tuple[dict[str, Any], ...]) -> LayerSpec:
         options = tuple(plan.options)
-        given = (described, takes_rngs, tuple(modules), guesses)
-        return LayerSpec(name, plan.cls, plain, unknown, options, *given, plan.scales)
+        rest = (described, takes_rngs, tuple(modules), guesses)
+        return LayerSpec(name, plan.cls, plain, unknown, options, *rest, plan.scales, left_out)
 
     return Mould(*_first_that_reads(plan, specify, structure, modules)), modules
 

@@ -150,7 +150,11 @@ def run_initialize_parameters(layer: Any, args: tuple[Any, ...], kwargs: dict[st
     Raises:
         UninitializedError: If a slot was left empty.
     """
-    made = layer.initialize_parameters(*args, **kwargs)
+    LOCAL.initializing += 1
+    try:
+        made = layer.initialize_parameters(*args, **kwargs)
+    finally:
+        LOCAL.initializing -= 1
     left = [e.name for e in empty_slots(layer)]
     if left:
         raise UninitializedError(_left_empty(layer, left))

@@ -14,6 +14,7 @@ from lazymods._errors import Problem, ShapeInferenceError, located
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import UninitializedVariable, fits, show_shape
 from lazymods._spec import SlotSource
+from lazymods._stacking import NOT_STACKED, Stackings, stackings_of
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -21,8 +22,17 @@ def shape_of(value: Any) -> tuple[int, ...]:
     return tuple(np.shape(value.get_raw_value() if isinstance(value, nnx.Variable) else value))
 
 
+def stackings(layer: Any) -> Stackings:
+    """The axes that the values of a layer have beside their own: it was built under ``nnx.vmap``."""
+    waiting = [v for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)]
+    if all(v.recipe.is_static for v in waiting):
+        return NOT_STACKED
+    entries = [e for e in _graph.entries(layer) if isinstance(e.value, UninitializedVariable)]
+    return stackings_of((e.path, e.value.recipe) for e in entries)
+
+
 def check_held(
-    layer: Any, blueprint: Blueprint, held: Mapping[Path, tuple[Any, Any, Any]], stack: tuple[int, ...]
+    layer: Any, blueprint: Blueprint, held: Mapping[Path, tuple[Any, Any, Any]], stacked: Stackings
 ) -> None:
     """Refuse what the slots of a layer hold already, if it does not fit the sizes that were found.
 
@@ -30,7 +40,7 @@ def check_held(
         layer: The layer.
         blueprint: Its parts at these sizes.
         held: By path, the slots that hold something.
-        stack: The axes that a transform has put in front of all of its values.
+        stacked: The axes that a transform has put among those of its values.
 
     Raises:
         ShapeInferenceError: If a value or a placeholder has another shape.
@@ -47,7 +57,7 @@ def check_held(
             got = "nothing known" if known is None else f"a placeholder of shape {show_shape(known)}"
         else:
             shape = shape_of(value)
-            wrong, got = unstacked(shape, stack, len(slot.shape)) != slot.shape, f"a value of shape {shape}"
+            wrong, got = stacked.part(path, shape, len(slot.shape)) != slot.shape, f"a value of shape {shape}"
         if wrong:
             problems.append(
                 Problem(
@@ -59,12 +69,6 @@ def check_held(
             )
     if problems:
         raise ShapeInferenceError(*problems)
-
-
-def unstacked(shape: tuple[int, ...], stack: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """The shape of one model's value of that rank, in a layer with such axes in front; else the shape as it is."""
-    stacked = len(shape) == rank + len(stack) and shape[: len(stack)] == stack
-    return shape[len(stack) :] if stacked else shape
 
 
 def _slot_place(layer: Any, path: Path, value: Any) -> str:

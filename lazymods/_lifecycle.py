@@ -21,17 +21,17 @@ import jax
 from flax import nnx
 
 from lazymods import _compat, _graph
-from lazymods._blueprint import Blueprint, Node, Slot, Static
-from lazymods._building import Builder, Mould
+from lazymods._blueprint import Blueprint, Node, Static
 from lazymods._errors import Problem, ShapeInferenceError
 from lazymods._graph import NODE, STATE, Path, kind_of
-from lazymods._held import check_held, shape_of, unstacked
+from lazymods._held import check_held, shape_of, stackings
 from lazymods._placeholder import (
     UninitializedArray,
     UninitializedVariable,
 )
-from lazymods._recipe import StaticKeys
 from lazymods._spec import LayerSpec, SlotSource
+from lazymods._stacking import Stackings
+from lazymods._structure import conform
 from lazymods._template import Template, same_static
 from lazymods.compile.metrics import COUNTS
 
@@ -76,15 +76,15 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     """
     spec = vars(layer)[STATE].spec
     blueprint = spec.blueprint(values, modules_of(layer))
-    _conform(layer, blueprint)
+    conform(layer, blueprint)
     held = own_slots(layer, blueprint)
-    check_held(layer, blueprint, held, stack_of(layer))
+    check_held(layer, blueprint, held, stackings(layer))
     empty = {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)}
     level = _compat.home_trace(layer) if abstract else level_of(layer, empty.values())
     with _compat.at_trace(level):
         if abstract:
             arrays = {p: _compat.abstract.zeros(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}
-        elif any(isinstance(k, jax.ShapeDtypeStruct) for v in empty.values() for k in v.recipe.keys):
+        elif any(isinstance(k, jax.ShapeDtypeStruct) for v in empty.values() for k in v.recipe.leaves):
             # a model that nnx.eval_shape made: abstract keys give abstract parameters
             arrays = {p: jax.ShapeDtypeStruct(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}
         else:
@@ -100,57 +100,14 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
 
 def whole(blueprint: Blueprint, path: Path, variable: UninitializedVariable) -> tuple[int, ...]:
     """The shape of a slot's value at the sizes of a blueprint, with the axes that are stacked."""
-    return (*variable.recipe.stack, *blueprint.slots[path].shape)
-
-
-def stack_of(layer: Any) -> tuple[int, ...]:
-    """The axes that the values of a layer have in front of their own: it was built under ``nnx.vmap``."""
-    empty = [v.recipe.stack for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)]
-    return max(empty, key=len, default=())
+    return variable.recipe.stacking.whole(blueprint.slots[path].shape)
 
 
 def level_of(layer: Any, placeholders: Any) -> Any:
     """Return the trace in which a layer's values are made."""
-    if _compat.are_concrete(k for p in placeholders for k in p.recipe.keys):
+    if _compat.are_concrete(k for p in placeholders for k in p.recipe.leaves):
         return _compat.eval_trace()
     return _compat.home_trace(layer)
-
-
-def _conform(layer: Any, blueprint: Blueprint) -> None:
-    """Give a layer the structure that its constructor makes at these sizes, where the probes saw another.
-
-    A constructor may decide by a size what it holds. Slots that are not there any more go; new ones come as
-    placeholders.
-    """
-    spec = vars(layer)[STATE].spec
-    if spec.modules or blueprint.slots.keys() == spec.template.blueprint.slots.keys():
-        return
-    static = vars(layer)[STATE].keys
-    traced = (v.recipe.key_source for v in _graph.variables(layer) if isinstance(v, UninitializedVariable))
-    keys = next(traced, StaticKeys(())) if static is None else static
-    shapes = {p: s.shape for p, s in blueprint.slots.items()}
-    builder = Builder(Mould(spec, Template(blueprint, {}, {}, shapes, frozenset())), keys, {})
-    _conform_node(layer, blueprint.root, spec.template.blueprint.root, (), builder)
-
-
-def _conform_node(node: Any, actual: Node, template: Node, path: Path, builder: Builder) -> None:
-    for name in template.attributes.keys() - actual.attributes.keys():
-        vars(node).pop(name, None)
-    for name, description in actual.attributes.items():
-        before, value = template.attributes.get(name), vars(node).get(name, _graph.MISSING)
-        if isinstance(description, Node) and isinstance(before, Node) and isinstance(value, nnx.Pytree):
-            _conform_node(value, description, before, (*path, name), builder)
-        elif isinstance(description, (Slot, Node)) and type(before) is not type(description):
-            object.__setattr__(node, name, builder.make(description, (*path, name)))
-        elif isinstance(description, Static) and _is_own(value, before):
-            object.__setattr__(node, name, description.fresh())
-
-
-def _is_own(value: Any, before: Any) -> bool:
-    """Whether an attribute is a placeholder, or what the constructor made at the probes' sizes with nothing filled."""
-    if isinstance(value, UninitializedVariable):
-        return True
-    return isinstance(before, Node) and isinstance(value, before.cls) and _graph.has_uninitialized_params(value)
 
 
 def _compute(spec: LayerSpec, blueprint: Blueprint, empty: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -158,7 +115,8 @@ def _compute(spec: LayerSpec, blueprint: Blueprint, empty: Mapping[Path, Any]) -
     own = _own(spec, empty)
     arrays = {p: v.recipe.make(whole(blueprint, p, v)) for p, v in empty.items() if p not in own}
     arrays |= _taken(blueprint, own)
-    arrays |= Drawing([(blueprint, {p: v for p, v in own.items() if p not in arrays and not v.recipe.stack})]).run()[0]
+    plain = {p: v for p, v in own.items() if p not in arrays and not v.recipe.stacking.sizes}
+    arrays |= Drawing([(blueprint, plain)]).run()[0]
     groups: list[tuple[Any, list[Path]]] = []
     for path, variable in own.items():
         if path in arrays:
@@ -205,11 +163,12 @@ class Drawing:
         from lazymods import init  # on first use: a model that is loaded never draws
 
         known: dict[int, Any] = {}
-        requests = []
+        requests, alive = [], []
         for i, path in self._places:
             blueprint, own = self.layers[i]
             recipe = own[path].recipe
-            requests.append(init.request(blueprint, blueprint.slots[path], recipe.keys, recipe.dtype, known))
+            alive.append(recipe.keys)  # known has their identities
+            requests.append(init.request(blueprint, blueprint.slots[path], alive[-1], recipe.dtype, known))
         return init.Plan(requests, self._calling)
 
     def describe(self) -> tuple[dict[int, str], int]:
@@ -278,8 +237,8 @@ def _readable(layer: Any, values: Mapping[str, Any]) -> tuple[Blueprint, dict[Pa
         return None
     held = own_slots(layer, blueprint)
     own = _own(spec, {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)})
-    plain = _compat.are_concrete(k for v in own.values() for k in v.recipe.keys)
-    return (blueprint, own) if plain and not any(v.recipe.stack for v in own.values()) else None
+    plain = _compat.are_concrete(k for v in own.values() for k in v.recipe.leaves)
+    return (blueprint, own) if plain and not any(v.recipe.stacking.sizes for v in own.values()) else None
 
 
 def _taken(blueprint: Blueprint, own: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -390,13 +349,13 @@ def _merge(node: Any, actual: Node, template: Node) -> None:
     _compat.share_data_names(node, names)
 
 
-def settle_if_filled(layer: Any, *, initialize: bool = False, stack: tuple[int, ...] | None = None) -> bool:
+def settle_if_filled(layer: Any, *, initialize: bool = False, stacked: Stackings | None = None) -> bool:
     """Settle a layer whose slots have all been filled one by one, by a load or by hand.
 
     Args:
         layer: A lazy layer.
         initialize: Initialize the slots that are empty, if the sizes follow from the others.
-        stack: What :func:`stack_of` said before the slots were filled. None: what it says now.
+        stacked: What :func:`stackings` said before the slots were filled. None: what it says now.
 
     Returns:
         Whether it settled; not if a slot is empty or a size does not follow from the slots.
@@ -411,12 +370,12 @@ def settle_if_filled(layer: Any, *, initialize: bool = False, stack: tuple[int, 
         layer.infer_attributes_from_state()
         settle(layer, None)
         return True
-    stack = stack_of(layer) if stack is None else stack
-    values = values_from_slots(layer, stack)
+    stacked = stackings(layer) if stacked is None else stacked
+    values = values_from_slots(layer, stacked)
     if values is None:
         return False
     blueprint = spec.blueprint(values, modules_of(layer))
-    _conform(layer, blueprint)
+    conform(layer, blueprint)
     held = own_slots(layer, blueprint)
     empty = [v for _, _, v in held.values() if isinstance(v, UninitializedVariable)]
     if not initialize and not all(isinstance(v, TRANSIENT) for v in empty):
@@ -424,17 +383,17 @@ def settle_if_filled(layer: Any, *, initialize: bool = False, stack: tuple[int, 
     if empty:
         fill(layer, values)
     else:
-        check_held(layer, blueprint, held, stack_of(layer) if stack is None else stack)
+        check_held(layer, blueprint, held, stacked)
     settle(layer, blueprint)
     return True
 
 
-def values_from_slots(layer: Any, stack: tuple[int, ...] | None = None) -> dict[str, Any] | None:
+def values_from_slots(layer: Any, stacked: Stackings | None = None) -> dict[str, Any] | None:
     """Read the inferred arguments from the slots that are filled; None if they do not follow.
 
     Args:
         layer: A lazy layer.
-        stack: As for :func:`settle_if_filled`.
+        stacked: As for :func:`settle_if_filled`.
 
     Raises:
         ShapeInferenceError: If the slots contradict each other.
@@ -443,11 +402,11 @@ def values_from_slots(layer: Any, stack: tuple[int, ...] | None = None) -> dict[
     modules = modules_of(layer)
     if any(_graph.has_uninitialized_params(m) for m in modules.values()):
         return None
-    stack = stack_of(layer) if stack is None else stack
+    stacked = stackings(layer) if stacked is None else stacked
     problems: list[str] = []
     for reading in spec.readings():
         template = reading.probe(modules) if modules else reading.template
-        shapes = _shapes_held(layer, template, stack)
+        shapes = _shapes_held(layer, template, stacked)
         values, conflicts = reading.read(template, shapes)
         problems = problems or conflicts
         if values is not None and (not spec.guesses or _agree(spec, values, shapes)):
@@ -458,12 +417,12 @@ def values_from_slots(layer: Any, stack: tuple[int, ...] | None = None) -> dict[
     return None
 
 
-def _shapes_held(layer: Any, template: Template, stack: tuple[int, ...]) -> dict[Path, tuple[int, ...]]:
+def _shapes_held(layer: Any, template: Template, stacked: Stackings) -> dict[Path, tuple[int, ...]]:
     shapes = {}
     for path, (_, _, value) in own_slots(layer, template.blueprint).items():
         if isinstance(value, UninitializedVariable):
             continue
-        shape = unstacked(shape_of(value), stack, len(template.blueprint.slots[path].shape))
+        shape = stacked.part(path, shape_of(value), len(template.blueprint.slots[path].shape))
         if len(shape) == len(template.blueprint.slots[path].shape):
             shapes[path] = shape
     return shapes

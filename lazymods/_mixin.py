@@ -49,7 +49,8 @@ class LazyModuleMixin(nnx.Module):  # a Module, so that the layout is that of th
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make an object that is lazy from the start."""
-        self = super().__new__(cls)
+        target = cls.cls_to_become
+        self = super().__new__(cls if target is None else _compat.laid_out_as(target, cls))
         object.__setattr__(self, STATE, LazyState())
         return self
 
@@ -113,7 +114,17 @@ class LazyModuleMixin(nnx.Module):  # a Module, so that the layout is that of th
                         "model(x) or lm.materialize(model, x), first",
                     )
                 )
+        own = getattr(super(), "__getattr__", None)  # the class's own
+        if own is not None:
+            return own(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        """Show what is known: a repr of the class's own, as a dataclass has, may ask for a size."""
+        try:
+            return super().__repr__()
+        except PendingAttributeError:
+            return nnx.Module.__repr__(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over the attributes of a pickle, lazy or not."""

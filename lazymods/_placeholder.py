@@ -143,7 +143,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         """Turn this very object into the ordinary Variable.
 
         Args:
-            shape: The whole shape; it must agree with the axes that are known.
+            shape: The whole shape; it must agree with the axes that are known. Of a layer that ``nnx.vmap`` stacked,
+                that of one layer will do, and is what is meant in its ``initialize_parameters``.
             value: The value, of that shape; cast to the placeholder's dtype if it has one. None: the
                 initializer's.
 
@@ -151,6 +152,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
             ShapeInferenceError: If the shape is not whole or contradicts a known axis or the value's shape.
         """
         full = self.check_shape(shape)
+        if value is not None and len(full) != len(shape):  # each of the layers gets that of one
+            value = self.recipe.stacking.repeat(jnp.asarray(value))
         if value is None:
             with _compat.at_trace(self.level()):
                 value = self._initial_value(full)
@@ -161,7 +164,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
 
     def level(self) -> Any:
         """Return the trace in which the value is made: at once if the keys are concrete, never in an abstract run."""
-        if not _graph.LOCAL.session and _compat.are_concrete(self.recipe.keys):
+        if not _graph.LOCAL.session and _compat.are_concrete(self.recipe.leaves):
             return _compat.eval_trace()
         return _compat.home_trace(self)
 
@@ -175,9 +178,12 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
             full = tuple(operator.index(d) for d in shape)
         except TypeError:
             full = None
-        known = self.recipe.shape
-        if full is not None and min(full, default=0) >= 0 and fits(known, full):
-            return full
+        known, one, stacking = self.recipe.shape, self.recipe.element, self.recipe.stacking
+        if full is not None and min(full, default=0) >= 0:
+            if stacking.sizes and (_graph.LOCAL.initializing if one is None else len(full) == len(one)):
+                full, known = (stacking.whole(full), known) if fits(one, full) else (full, one)
+            if fits(known, full) and stacking.part(full) is not None:
+                return full
         raise ShapeInferenceError(
             Problem(
                 where=self.whereabouts(),
@@ -202,7 +208,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
                 )
             ) from error
         except TypeError as error:
-            if self.recipe.keys or not isinstance(self.recipe.source, InitSource):
+            if self.recipe.leaves or not isinstance(self.recipe.source, InitSource):
                 raise
             raise UninitializedError(
                 Problem(

@@ -3,8 +3,9 @@
 A placeholder holds a :class:`Recipe` where an ordinary Variable holds its array. The recipe is static data
 for JAX (no leaf, hashable), so a model that has placeholders passes through ``nnx.split``, ``jax.jit`` and
 ``nnx.clone``. Only in a model that was built under a transform are the keys leaves, since there they are
-tracers that the transform must carry. A marker goes with them: a transform that stacks models, as ``nnx.vmap``
-does, stacks it as well, and so its shape tells the axes that the value has in front of those of one model.
+tracers that the transform must carry. They have as many axes, of one element, as the value will have, so that
+``nnx.vmap`` can stack them wherever it would stack the value; and marks go with them, whose shape tells where that was
+(see :mod:`lazymods._stacking`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymods import _compat
+from lazymods._errors import Problem, UninitializedError
+from lazymods._stacking import ONE, Shape, Stacking
 
-Shape = tuple[int, ...]
 PartialShape = tuple["int | None", ...]
 
 
@@ -66,7 +68,7 @@ class StaticKeys:
 
     def _bytes(self) -> tuple[bytes, ...]:
         with _compat.at_trace(_compat.eval_trace()):  # comparisons happen inside traces as well
-            return tuple(np.asarray(_key_data(a)).tobytes() for a in self.arrays)
+            return tuple(b"" if a is None else np.asarray(_key_data(a)).tobytes() for a in self.arrays)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StaticKeys):
@@ -80,16 +82,10 @@ class StaticKeys:
         return hash(self._bytes())
 
     def __getstate__(self) -> list[Any]:
-        return [
-            (str(jax.random.key_impl(a)), np.asarray(_key_data(a))) if is_key(a) else (None, np.asarray(a))
-            for a in self.arrays
-        ]
+        return [_stored(a) for a in self.arrays]
 
     def __setstate__(self, state: list[Any]) -> None:
-        self.arrays = tuple(
-            jnp.asarray(data) if impl is None else jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
-            for impl, data in state
-        )
+        self.arrays = tuple(None if data is None else _array(data, impl) for impl, data in state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticKeys:
         return self
@@ -104,13 +100,43 @@ def _key_data(a: Any) -> Any:
     return jax.random.key_data(a) if is_key(a) else a
 
 
+def _stored(array: Any) -> tuple[str | None, Any]:
+    impl = str(jax.random.key_impl(array)) if is_key(array) else None
+    return impl, None if array is None else np.asarray(_key_data(array))
+
+
+def _array(data: Any, impl: str | None) -> Any:
+    return jnp.asarray(data) if impl is None else jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
+
+
 def key_source(keys: Sequence[Any]) -> StaticKeys | tuple[Any, ...]:
-    """Return keys as a recipe holds them: leaves, with a marker, in what is built under a transform, else static."""
+    """Return keys as the recipes of a layer hold them: static, or, in what is built under a transform, as they are."""
     plain = _compat.current_trace() is _compat.eval_trace() and _compat.are_concrete(keys)
-    return StaticKeys(keys) if plain else (*keys, MARKER)
+    return StaticKeys(keys) if plain else tuple(keys)
 
 
-MARKER = np.zeros((), np.float32)  # a float: nnx.grad of an abstract run differentiates by it, and is given nothing
+def leaves_of(keys: Sequence[Any], stacking: Stacking) -> tuple[Any, ...]:
+    """Return traced keys as the leaves of one recipe: with the axes of its value, and the marks.
+
+    Args:
+        keys: The keys and counters, each of the shape of the stack; None for one that the value does not follow from.
+        stacking: Where the axes of the stack are.
+    """
+    shape = tuple([n or 1 for n in stacking.marks])
+    level = _compat.eval_trace() if _compat.are_concrete(keys) else _compat.current_trace()
+    with _compat.at_trace(level):
+        return (*[k if k is None else jnp.reshape(k, shape) for k in keys], marks_of(stacking))
+
+
+def _reshaped(key: Any, shape: Shape) -> Any:
+    if isinstance(key, jax.ShapeDtypeStruct):  # of a model that nnx.eval_shape made
+        return jax.ShapeDtypeStruct(shape, key.dtype)
+    return jnp.reshape(key, shape)
+
+
+def marks_of(stacking: Stacking) -> Any:
+    """Return an array of the shape of the marks: of floats, for nnx.grad of an abstract run differentiates by it."""
+    return np.zeros(stacking.marks, np.float32)
 
 
 class Recipe:
@@ -122,7 +148,7 @@ class Recipe:
             is. ``shape`` is that of all that are stacked.
         dtype: The dtype that the value gets, None for whatever is written first.
         label: The parameter's name in its layer, for messages.
-        key_source: The keys: static, or traced leaves. Placeholders of one layer share it.
+        key_source: The keys: static, shared by the placeholders of one layer, or traced leaves (:func:`leaves_of`).
     """
 
     __slots__ = ("dtype", "element", "key_source", "label", "source")
@@ -133,22 +159,36 @@ class Recipe:
     @classmethod
     def build(cls, source: Source, shape: PartialShape | None, dtype: Any, label: str, keys: Sequence[Any]) -> Recipe:
         """Make a recipe; its keys are leaves if it is made under a transform, else static."""
-        return cls(source, shape, dtype, label, key_source(keys))
+        held = key_source(keys)
+        if not isinstance(held, StaticKeys):
+            held = leaves_of(held, Stacking.of_one(None if shape is None else len(shape)))
+        return cls(source, shape, dtype, label, held)
 
     @property
-    def keys(self) -> tuple[Any, ...]:
-        """The keys (and counters) that ``source.make`` takes."""
+    def leaves(self) -> tuple[Any, ...]:
+        """The keys and counters as they are held; None for one that the value does not follow from."""
         return self.key_source.arrays if isinstance(self.key_source, StaticKeys) else self.key_source[:-1]
 
     @property
-    def stack(self) -> Shape:
-        """The axes in front of those of one model: those of the transforms that stacked several."""
-        return () if isinstance(self.key_source, StaticKeys) else tuple(np.shape(self.key_source[-1]))
+    def keys(self) -> tuple[Any, ...]:
+        """The keys and counters that ``source.make`` takes, for each of the models that are stacked."""
+        if isinstance(self.key_source, StaticKeys):
+            return self.key_source.arrays
+        shape = self.stacking.sizes
+        return tuple([k if k is None or np.shape(k) == shape else _reshaped(k, shape) for k in self.leaves])
+
+    @property
+    def stacking(self) -> Stacking:
+        """Where the axes of a stack are."""
+        if isinstance(self.key_source, StaticKeys):
+            return ONE
+        return Stacking(tuple(np.shape(self.key_source[-1])), self.element is not None)
 
     @property
     def shape(self) -> PartialShape | None:
         """The partial shape, with the axes that are stacked; None if not even the rank is known."""
-        return None if self.element is None else (*self.stack, *self.element)
+        stacking = self.stacking
+        return stacking.whole(self.element) if self.element is not None and stacking.sizes else self.element
 
     @property
     def is_static(self) -> bool:
@@ -156,13 +196,14 @@ class Recipe:
         return isinstance(self.key_source, StaticKeys)
 
     def replace(self, **changes: Any) -> Recipe:
-        """Return a copy with another ``element``, ``dtype`` or ``label``."""
+        """Return a copy with another ``dtype`` or ``label``."""
         fields = {"source": self.source, "element": self.element, "dtype": self.dtype, "label": self.label} | changes
         return Recipe(keys=self.key_source, **fields)
 
     def make(self, shape: Shape) -> Any:
         """Return the initial value for ``shape``, in the recipe's dtype; each model's as it would be on its own."""
-        element = shape[len(self.stack) :]
+        element = self.stacking.part(shape)
+        assert element is not None  # the shape was checked
         value = self.stacked(lambda keys: self.source.make(keys, element, self.dtype))
         if isinstance(value, jax.Array) and self.dtype is not None and (value.dtype != self.dtype or value.weak_type):
             value = value.astype(self.dtype)
@@ -170,15 +211,18 @@ class Recipe:
 
     def stacked(self, make: Callable[[tuple[Any, ...]], Any]) -> Any:
         """Return what ``make(keys)`` gives for each of the models that are stacked, as ``nnx.vmap`` stacks them."""
-        if not self.stack:
+        stacking = self.stacking
+        if not stacking.sizes:
             return make(self.keys)
 
-        def one(leaves: tuple[Any, ...]) -> Any:
-            return make(leaves[:-1])
+        def one(keys: tuple[Any, ...], _: Any) -> Any:
+            return make(keys)
 
-        for _ in self.stack:
+        for _ in stacking.sizes:
             one = jax.vmap(one)
-        return one(tuple(self.key_source))  # type: ignore[arg-type]
+        in_front = one(self.keys, np.zeros(stacking.sizes))  # the keys may all be None
+        front = range(len(stacking.sizes))
+        return jax.tree.map(lambda v: jnp.moveaxis(v, front, stacking.axes(v.ndim - len(front))), in_front)
 
     def static(self) -> tuple[Any, ...]:
         """Everything but the keys."""
@@ -187,10 +231,9 @@ class Recipe:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Recipe):
             return NotImplemented
-        same_keys = len(self.keys) == len(other.keys) and all(
-            a is b for a, b in zip(self.keys, other.keys, strict=True)
-        )
-        return self.static() == other.static() and self.stack == other.stack and (
+        mine, others = self.leaves, other.leaves
+        same_keys = len(mine) == len(others) and all(a is b for a, b in zip(mine, others, strict=True))
+        return self.static() == other.static() and self.stacking == other.stacking and (
             same_keys or (self.is_static and self.key_source == other.key_source)
         )
 
@@ -205,7 +248,7 @@ class Recipe:
 
     def __reduce__(self) -> tuple[Any, ...]:
         keys = self.key_source
-        if not isinstance(keys, StaticKeys) and not self.stack:
+        if not isinstance(keys, StaticKeys) and not self.stacking.sizes:
             keys = StaticKeys(self.keys)
         if not isinstance(keys, StaticKeys):  # keys by their data
             return _restore, (*self.static(), StaticKeys(keys))
@@ -219,6 +262,13 @@ def _restore(source: Source, element: PartialShape | None, dtype: Any, label: st
 def _flatten(recipe: Recipe) -> tuple[tuple[Any, ...], Any]:
     if recipe.is_static:
         return (), (*recipe.static(), recipe.key_source)
+    if any(k is not None for k in recipe.leaves) and _compat.asked_for_gradient():  # JAX would speak of keys
+        owner = recipe.source.owner()
+        where = f"{recipe.label or 'a parameter'}{f' of {owner}' if owner else ''}"
+        got = "nnx.grad (or nnx.value_and_grad) with respect to it, while it is an uninitialized parameter"
+        needed = "parameters to differentiate with respect to: none exist yet"
+        write = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+        raise UninitializedError(Problem(where, got, needed, write))
     return recipe.key_source, (*recipe.static(), None)
 
 

@@ -241,7 +241,7 @@ def report_of(model: Any, session: Session | None, drawing: Drawing | None = Non
     known = model if session is None else session.finished
     rows = []
     seen: set[int] = set()
-    for path, node in _ordered_nodes(model):
+    for path, node in _all_nodes(model, known, visited):
         lazy = _graph.is_lazy_node(node)
         at = _graph.at(known, path)
         if at is _graph.MISSING and any(id(_graph.at(model, path[:i])) in visited for i in range(len(path))):
@@ -272,6 +272,17 @@ def report_of(model: Any, session: Session | None, drawing: Drawing | None = Non
         unreached if session is not None else (),
         kernels=kernels,
     )
+
+
+def _all_nodes(model: Any, known: Any, visited: Mapping[int, Any]) -> list[tuple[Path, Any]]:
+    """The nodes of a model, and after those of a layer the ones that it has at the sizes found, and had not before."""
+    found = list(_ordered_nodes(model))
+    for path in [p for p, n in found if id(n) in visited]:
+        inside = [((*path, *p), n) for p, n in _ordered_nodes(_graph.at(known, path))]
+        new = [(p, n) for p, n in inside if _graph.at(model, p) is _graph.MISSING]
+        last = max(i for i, (p, _) in enumerate(found) if p[: len(path)] == path) if new else 0
+        found[last + 1 : last + 1] = new
+    return found
 
 
 def _ordered_nodes(model: Any) -> Iterator[tuple[Path, Any]]:

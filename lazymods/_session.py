@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lazymods import _compat, _first_call, _graph, _hooks, _lifecycle
+from lazymods import _compat, _first_call, _graph, _hooks, _lifecycle, _structure
 from lazymods._errors import (
     NOT_TRACEABLE,
     LazyError,
@@ -30,7 +30,7 @@ from lazymods._errors import (
     located,
     one_line,
 )
-from lazymods._graph import HOOKS, Path, dotted
+from lazymods._graph import HOOKS, STATE, Path, dotted
 from lazymods._recipe import InitSource, Recipe, is_key
 
 INDEX = "_lazymods__index"
@@ -279,7 +279,17 @@ class Session:
             blueprint = _first_call.run_initialize_parameters(layer, args, kwargs)
             if blueprint is not None:
                 _lifecycle.merge_attributes(layer, blueprint)
+                if _structure.has_other_slots(vars(layer)[STATE].spec, blueprint):
+                    self._follow_new(layer)
         return None if blueprint is None else dict(blueprint.values)
+
+    def _follow_new(self, layer: Any) -> None:
+        """Follow the calls of what a layer of the model has at its sizes only."""
+        index = vars(layer).get(INDEX)
+        root, *above = self.lazy[index][0] if index is not None else (None,)
+        for path, node in _graph.nodes(layer) if root == 0 else ():
+            if path and isinstance(node, nnx.Module) and callable(node) and HOOKS not in vars(node):
+                self._follow(node, (*above, *path))
 
     def _compare(self, layer: Any, visit: Visit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         infer = getattr(type(layer), "_lazymods_infer", None)
@@ -358,8 +368,8 @@ def _forget_keys(roots: list[Any]) -> None:
         if _graph.is_placeholder(variable) and not variable.recipe.is_static:
             recipe = variable.recipe
             source = InitSource(None) if isinstance(recipe.source, InitSource) else recipe.source
-            marker = _compat.abstract.zeros(recipe.stack, np.float32)
-            variable.set_raw_value(Recipe(source, *recipe.static()[1:], keys=(marker,)))
+            marks = _compat.abstract.zeros(recipe.stacking.marks, np.float32)
+            variable.set_raw_value(Recipe(source, *recipe.static()[1:], keys=(marks,)))
 
 
 def _arrays_only(output: Any) -> Any:

@@ -112,7 +112,7 @@ def _wrong_values(spec: LayerSpec, values: Any) -> tuple[str, str, str] | None:
     write = "return {" + ", ".join(f'"{n}": x.shape[-1]' for n in wanted) + "}"
     if not isinstance(values, Mapping):
         return f"infer returned {values!r}", needed, write
-    if set(values) != set(wanted):
+    if not set(wanted) <= set(values) or not set(values) <= {*wanted, *spec.left_out}:
         return f"infer returned the arguments {sorted(map(str, values))}", needed, write
     for name, value in values.items():
         for leaf in jax.tree.leaves(value, is_leaf=lambda v: v is None):

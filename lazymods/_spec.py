@@ -55,6 +55,7 @@ class LayerSpec:
         rngs_name: The constructor's argument for them, None if it takes none.
         modules: Names of the arguments that are modules; they are part of the layer, not of the spec.
         guesses: Other structures that ``unknown`` may have, if its own was guessed.
+        left_out: Arguments that the caller left at their defaults, and that ``infer`` may return all the same.
         scales: Arguments that were given of which, as of those that are inferred, nothing depends but how long axes
             are and what integers the object holds, each as ``a*n + b``. None if that is not known of the class.
     """
@@ -71,13 +72,14 @@ class LayerSpec:
         modules: tuple[str, ...] = (),
         guesses: tuple[Mapping[str, Any], ...] = (),
         scales: tuple[str, ...] | None = None,
+        left_out: tuple[str, ...] = (),
     ) -> None:
         self.name, self.cls, self.config, self.unknown, self.options = name, cls, dict(config), dict(unknown), options
         self.streams, self.rngs_name, self.modules, self.guesses = streams, rngs_name, modules, guesses
-        self.scales = scales
+        self.scales, self.left_out = scales, left_out
         try:
             arguments = freeze_arguments(cls, self.config), freeze_arguments(cls, self.unknown)
-            self.key: Any = (name, cls, *arguments, options, streams, rngs_name, modules)
+            self.key: Any = (name, cls, *arguments, options, streams, rngs_name, modules, left_out)
         except UnhashableError:
             self.key = object()
         self._hash = hash(self.key)
@@ -121,6 +123,7 @@ class LayerSpec:
             self.modules,
             self.guesses,
             self.scales,
+            self.left_out,
         )
 
     # ------------------------------------------------------------ sizes

@@ -47,7 +47,7 @@ NONSENSE: dict[str, Any] = {
     "text": "n",
     "empty": {},
     "other-name": {"in_features": 6},
-    "too-many": {"n": 6, "m": 2},
+    "too-many": {"n": 6, "k": 2},
     "no-text-name": {0: 6},
     "none-value": {"n": None},
     "text-value": {"n": "6"},

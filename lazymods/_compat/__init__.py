@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lazymods._compat.objects import forget_data_name as forget_data_name
     from lazymods._compat.objects import inherit_data_names as inherit_data_names
     from lazymods._compat.objects import is_pytree as is_pytree
+    from lazymods._compat.objects import laid_out_as as laid_out_as
     from lazymods._compat.objects import mapping_of_names as mapping_of_names
     from lazymods._compat.objects import new_object as new_object
     from lazymods._compat.objects import new_state as new_state
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from lazymods._compat.placing import device_put as device_put
     from lazymods._compat.placing import put as put
     from lazymods._compat.traces import are_concrete as are_concrete
+    from lazymods._compat.traces import asked_for_gradient as asked_for_gradient
     from lazymods._compat.traces import counted as counted
     from lazymods._compat.traces import dtype_of as dtype_of
     from lazymods._compat.traces import eval_trace as eval_trace
@@ -66,10 +68,11 @@ _FUNCTIONS = {
     "equations": "bind_equation",
     "fast_traces": "at_trace current_trace executing",
     "initializers": "is_jax_initializer kept_when_compiled with_modules",
-    "objects": "NODES STATE check_without data_names forget_data_name inherit_data_names is_pytree mapping_of_names "
-    "new_object new_state put_in_front set_attributes set_class set_data_names share_data_names",
+    "objects": "NODES STATE check_without data_names forget_data_name inherit_data_names is_pytree laid_out_as "
+    "mapping_of_names new_object new_state put_in_front set_attributes set_class set_data_names share_data_names",
     "placing": "device_put put",
-    "traces": "are_concrete counted dtype_of eval_trace home_trace is_tracer plain_device threefry_dtype weak",
+    "traces": "are_concrete asked_for_gradient counted dtype_of eval_trace home_trace is_tracer plain_device "
+    "threefry_dtype weak",
     "transforms": "carrying_transforms fixed_structure mapping_axes transforms_running",
     "variables": "NOT_GIVEN SET_RAW default_metadata new_variable raw_metadata raw_values value_of write_variable",
 }

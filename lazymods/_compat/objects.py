@@ -130,9 +130,61 @@ def put_in_front(front: type, cls: type, name: str, namespace: dict[str, Any]) -
     def mro(self: type) -> list[type]:
         return [self, front, *cls.__mro__] if self.__bases__ == (cls, front) else type.mro(self)
 
+    return _make_class(cls, name, (cls, front), namespace, mro)
+
+
+def laid_out_as(target: type, cls: type) -> Any:
+    """Return a subclass of ``cls`` whose instances can become ``target``, a base of it; ``cls`` itself if they can.
+
+    They can't if ``target`` has a base in front of ``nnx.Module``, as ``class Lazy(LazyModuleMixin, Target)`` has its
+    layout of ``LazyModuleMixin``: see :func:`put_in_front`.
+    """
+    if _LAID_OUT not in vars(cls):
+        setattr(cls, _LAID_OUT, cls if _can_become(cls, target) else _laid_out(target, cls))
+    return vars(cls)[_LAID_OUT]
+
+
+_LAID_OUT = "_lazymods__laid_out"
+
+
+def _can_become(cls: type, target: type) -> bool:
+    try:
+        made = object.__new__(cls)
+    except TypeError:  # an abstract class: whoever makes an object of it is told
+        return True
+    try:
+        set_class(made, target)
+    except TypeError:
+        return not issubclass(cls, target)  # it says so when the time comes
+    return True
+
+
+def _laid_out(target: type, cls: type) -> Any:
+    def mro(self: type) -> list[type]:
+        return [self, *cls.__mro__] if self.__bases__ == (target, cls) else type.mro(self)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return _new_of, (cls,), self.__getstate__()  # as an object of the class that has a name
+
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    namespace |= {"cls_to_become": target, "__reduce_ex__": reduce}
+    return _make_class(cls, cls.__name__, (target, cls), namespace, mro)
+
+
+def _new_of(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _make_class(cls: type, name: str, bases: Any, namespace: dict[str, Any], mro: Any) -> Any:
+    """Make a class with that order of methods, and without what an ``__init_subclass__`` of users gave it anew."""
     kind = type(cls)
     meta: Any = type(kind.__name__, (kind,), {"mro": mro, "__module__": kind.__module__})
-    return meta(name, (cls, front), namespace, pytree=is_pytree(cls))
+    made = meta(name, bases, namespace, pytree=is_pytree(cls))
+    for attribute in vars(made).keys() - namespace.keys():
+        own = attribute.startswith(("__", "_pytree__", "_lazymods", "_abc_")) or attribute == "cls_to_become"
+        if not own and hasattr(cls, attribute):
+            delattr(made, attribute)
+    return made
 
 
 def is_pytree(cls: type) -> bool:

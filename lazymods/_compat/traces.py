@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -112,3 +113,19 @@ def counted(count: Any, draws: int) -> Any:
             value = np.array((int(np.asarray(count)) + draws) % 2**32, np.uint32)
             return _compat.put(jax.typeof(count), count.sharding, value)
     return count + np.uint32(draws)
+
+
+def asked_for_gradient() -> bool:
+    """Whether ``jax.grad`` or ``jax.value_and_grad`` is looking at what it is to differentiate by, in a caller.
+
+    Looks for the frame of ``value_and_grad_f`` in ``jax._src.api``, which checks the dtype of each of the leaves. Where
+    it is not found, JAX's own error says that keys can't be differentiated by. (jax 0.10.2 and 0.12.0)
+    """
+    asked = sys._getframe(2)
+    asking = asked.f_back
+    return (
+        asking is not None
+        and asked.f_code.co_name == "tree_leaves"
+        and asking.f_code.co_name == "value_and_grad_f"
+        and asking.f_globals.get("__name__") == "jax._src.api"
+    )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lazymods import _compat, _compat_jit
+from lazymods import _compat
+from lazymods._compat import jit as _compat_jit
 from lazymods.compile.given import Given, is_same
 from lazymods.compile.picture import Picture, contents_of, held_by, refill
 

@@ -313,7 +313,7 @@ class _Writer:
     def _can_be_output(self, value: Any) -> bool:
         return kind_of(value) is Kind.ARRAY and id(value) not in self._references
 
-    def _output(self, array: Any) -> Out | Given:
+    def _output(self, array: Any) -> Out | Leaf:
         if id(array) in self._references:
             return Leaf(self._references[id(array)])
         if id(array) not in self._outputs:

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from lazymods import _compat, _graph, _hooks, _lifecycle
+from lazymods import _compat, _graph, _held, _hooks, _lifecycle, _structure
 from lazymods._error_lists import cause_of
 from lazymods._errors import (
     LazyError,
@@ -181,19 +181,26 @@ def load_entries(
             given = _run_pre_hooks(survey, given, strict)
             survey = Survey(model)  # a hook may do anything
         plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
-        matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
-        result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
-        after = [n for _, n in survey.hooked if _hooks.hooks_of(n, "load_state_dict_post")]
-        _raise_problems(plan, result, origin, strict=strict and not after)
-        snapshot = Snapshot(model)
+        snapshot = Snapshot(model) if plan.grown else None
         try:
+            if plan.grown:  # layers that hold more at the sizes of their entries than what was known
+                for layer, blueprint in plan.grown:
+                    _structure.conform(layer, blueprint)
+                survey = Survey(model)
+                plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
+            matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
+            result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
+            after = [n for _, n in survey.hooked if _hooks.hooks_of(n, "load_state_dict_post")]
+            _raise_problems(plan, result, origin, strict=strict and not after)
+            snapshot = snapshot or Snapshot(model)
             with _compat.at_trace(home_trace(model)):  # what is written must outlive the current trace
                 _write(plan, origin)
             for node in reversed(after):  # children before parents
                 _hooks.run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
         except BaseException:
-            snapshot.restore()
+            if snapshot is not None:
+                snapshot.restore()
             raise
     return result
 
@@ -262,7 +269,7 @@ def _heading(model: Any, origin: Origin) -> str:
 def _write(plan: Plan, origin: Origin) -> None:
     sized = {id(layer) for layer, _ in plan.sized}
     waiting = [
-        (p, n, _lifecycle.stack_of(n))
+        (p, n, _held.stackings(n))
         for p, n in plan.lazy
         if id(n) not in sized and _graph.has_uninitialized_params(n)
     ]
@@ -279,11 +286,11 @@ def _write(plan: Plan, origin: Origin) -> None:
     for layer, blueprint in plan.sized:
         _lifecycle.settle(layer, blueprint)
     written = {id(write.place.owner) for write in plan.writes.values()}
-    for path, layer, stack in waiting:
+    for path, layer, stacked in waiting:
         try:
             if STATE in vars(layer):
                 partly = any(id(e.value) in written for e in _graph.entries(layer))
-                _lifecycle.settle_if_filled(layer, initialize=partly, stack=stack)
+                _lifecycle.settle_if_filled(layer, initialize=partly, stacked=stacked)
         except LazyError as error:
             problem = error.problems[0] if error.problems else None
             got = problem.got if problem else str(error)

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from lazymods import _compat, _graph, _lifecycle
+from lazymods import _compat, _graph, _held, _lifecycle
 from lazymods._blueprint import Blueprint
 from lazymods._errors import Problem, describe, located
 from lazymods._graph import OTHER, STATE, Path, dotted, kind_of
-from lazymods._held import unstacked
 from lazymods._placeholder import UninitializedVariable, fits, show_shape
 from lazymods._recipe import Shape, is_key
 from lazymods._spec import REFUSALS, LayerSpec
@@ -61,6 +60,7 @@ class Plan:
         self.given, self.skip, self.dtype = given, skip, dtype
         self.lazy = [(p, n) for p, n in reversed(survey.nodes) if _graph.is_lazy_node(n)]
         self.sized: list[tuple[Any, Blueprint]] = []
+        self.grown: list[tuple[Any, Blueprint]] = []
         self.writes: dict[str, Write] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
@@ -256,10 +256,8 @@ def _check_lazy_layers(plan: Plan) -> None:
             continue
         key = (spec, tuple(shapes.items()))
         blueprint, conflicts = known.get(key) or known.setdefault(key, _sized(spec, template, shapes))
-        if blueprint is not None and not template.blueprint.slots.keys() <= blueprint.slots.keys():
-            slots = _lifecycle.own_slots(layer, template.blueprint).items()
-            gone = {id(value) for slot, (_, _, value) in slots if slot not in blueprint.slots}
-            plan.missing = [name for name in plan.missing if id(plan.places[name].owner) not in gone]
+        if blueprint is not None and blueprint.slots.keys() != template.blueprint.slots.keys():
+            _note_other_slots(plan, layer, template.blueprint, blueprint)
         if blueprint is not None and shapes.keys() == template.blueprint.slots.keys() == blueprint.slots.keys():
             plan.sized.append((layer, blueprint))
         if conflicts:
@@ -274,12 +272,21 @@ def _check_lazy_layers(plan: Plan) -> None:
         plan.sized.clear()
 
 
+def _note_other_slots(plan: Plan, layer: Any, known: Blueprint, actual: Blueprint) -> None:
+    """Note what a layer has at the sizes of its entries only, and forget what it has not."""
+    if actual.slots.keys() - _lifecycle.own_slots(layer, actual).keys():
+        plan.grown.append((layer, actual))
+    slots = _lifecycle.own_slots(layer, known).items()
+    gone = {id(value) for slot, (_, _, value) in slots if slot not in actual.slots}
+    plan.missing = [name for name in plan.missing if id(plan.places[name].owner) not in gone]
+
+
 def _shapes_to_be(
     layer: Any, template: Template, by_owner: Mapping[int, Write]
 ) -> tuple[dict[Path, Shape], list[Write]]:
     """Return the shapes of the slots that have a value or will get one, and the writes to them."""
     shapes, writes = {}, []
-    stack = _lifecycle.stack_of(layer)
+    stacked = _held.stackings(layer)
     for slot, (_, _, value) in _lifecycle.own_slots(layer, template.blueprint).items():
         write = by_owner.get(id(value))
         if write is not None:
@@ -289,7 +296,7 @@ def _shapes_to_be(
             shape = _lifecycle.shape_of(value)
         else:
             continue
-        shapes[slot] = unstacked(shape, stack, len(template.blueprint.slots[slot].shape))
+        shapes[slot] = stacked.part(slot, tuple(shape), len(template.blueprint.slots[slot].shape))
     return shapes, writes
 
 

@@ -359,8 +359,7 @@ def sets_metadata(m: Any) -> Any:
 @changes("types of Variables, and classes")
 def sets_types(m: Any) -> Any:
     m.first.bias = nnx.BatchStat(m.first.bias[...] + 1)
-    noise: Any = m.noise
-    noise.__class__ = nnx.Dropout if type(noise) is OtherNoise else OtherNoise
+    m.noise.__class__ = nnx.Dropout if type(m.noise) is OtherNoise else OtherNoise  # type: ignore[assignment]
     return m.first.bias[...]
 
 

@@ -1,0 +1,89 @@
+"""What a lazy layer holds at its sizes, where the constructor decides by a size what there is.
+
+A layer is built with what its constructor made at the probes' sizes. :func:`conform` brings it to what the constructor
+makes at the real ones: a shortcut that is there only where widths differ, comes or goes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+
+from lazymods import _graph
+from lazymods._blueprint import Blueprint, Node, Slot, Static
+from lazymods._building import Builder, Mould
+from lazymods._errors import Problem, ShapeInferenceError
+from lazymods._graph import STATE, Path
+from lazymods._held import stackings
+from lazymods._placeholder import UninitializedVariable
+from lazymods._recipe import StaticKeys
+from lazymods._spec import LayerSpec
+from lazymods._stacking import Stacking
+from lazymods._template import Template, same_static
+
+
+def conform(layer: Any, blueprint: Blueprint) -> None:
+    """Give a layer the structure that its constructor makes at these sizes, where the probes saw another.
+
+    A constructor may decide by a size what it holds. Slots that are not there any more go; new ones come as
+    placeholders.
+    """
+    spec = vars(layer)[STATE].spec
+    if not has_other_slots(spec, blueprint):
+        return
+    keys, stacking = vars(layer)[STATE].keys, None
+    if keys is None:
+        keys, stacking = _traced_keys(layer)
+    shapes = {p: s.shape for p, s in blueprint.slots.items()}
+    builder = Builder(Mould(spec, Template(blueprint, {}, {}, shapes, frozenset())), keys, {}, stacking)
+    _conform_node(layer, blueprint.root, spec.template.blueprint.root, (), builder)
+
+
+def has_other_slots(spec: LayerSpec, blueprint: Blueprint) -> bool:
+    """Whether a constructor holds other Variables at these sizes than it did at the probes."""
+    return not spec.modules and blueprint.slots.keys() != spec.template.blueprint.slots.keys()
+
+
+def _traced_keys(layer: Any) -> tuple[Any, Stacking | None]:
+    """The keys of a layer that was built under a transform, and how the values of its stack lie.
+
+    Raises:
+        ShapeInferenceError: If its values do not all lie alike: then it is not known how a new one does.
+    """
+    waiting = [v for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)]
+    found: dict[int, Any] = {}
+    for variable in waiting:
+        found |= {i: k for i, k in enumerate(variable.recipe.keys) if k is not None and i not in found}
+    keys = tuple([found.get(i) for i in range(max((len(v.recipe.leaves) for v in waiting), default=0))])
+    if all(v.recipe.is_static for v in waiting):  # of a pickle
+        return StaticKeys(keys), None
+    stacking = stackings(layer).common
+    if stacking is None:
+        got = "a value that it has at these sizes only, in a stack whose other values lie each in its own way"
+        where = _graph.place(layer, type(layer).__name__)
+        raise ShapeInferenceError(Problem(where, got, "all axes of the stack in front", "out_axes=0 of nnx.vmap"))
+    return keys, stacking
+
+
+def _conform_node(node: Any, actual: Node, template: Node, path: Path, builder: Builder) -> None:
+    for name in template.attributes.keys() - actual.attributes.keys():
+        vars(node).pop(name, None)
+    for name, description in actual.attributes.items():
+        before, value = template.attributes.get(name), vars(node).get(name, _graph.MISSING)
+        if isinstance(description, Node) and isinstance(before, Node) and isinstance(value, nnx.Pytree):
+            _conform_node(value, description, before, (*path, name), builder)
+        elif isinstance(description, (Slot, Node)) and type(before) is not type(description):
+            if value is _graph.MISSING or _is_own(value, before):  # else it was given: by a load, or by hand
+                object.__setattr__(node, name, builder.make(description, (*path, name)))
+        elif isinstance(description, Static) and _is_own(value, before):
+            object.__setattr__(node, name, description.fresh())
+
+
+def _is_own(value: Any, before: Any) -> bool:
+    """Whether an attribute is a placeholder, or what the constructor made at the probes' sizes with nothing filled."""
+    if isinstance(value, UninitializedVariable):
+        return isinstance(before, Slot)
+    if isinstance(before, Static):
+        return same_static(before.value, value)
+    return isinstance(before, Node) and isinstance(value, before.cls) and _graph.has_uninitialized_params(value)

@@ -1,0 +1,413 @@
+"""Classes as other people write them, with every public function: their lazy twins give what the classes themselves do.
+
+Bases in front of ``nnx.Module``, metaclasses, dataclasses and methods that override how attributes are found.
+"""
+
+# pyright: reportAssignmentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+# (the classes share methods by assignment: their bases are what is tested)
+
+from __future__ import annotations
+
+import abc
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import lazymods as lm
+
+T = TypeVar("T")
+X = jnp.ones((2, 4))
+SPEC = jax.ShapeDtypeStruct(X.shape, X.dtype)
+
+
+class Helper:
+    def helper(self) -> int:
+        return 1
+
+
+class Slotted:
+    __slots__ = ()
+
+
+class Forward(abc.ABC):
+    @abc.abstractmethod
+    def __call__(self, x: jax.Array) -> jax.Array: ...
+
+
+class Callee(Protocol):
+    def __call__(self, x: jax.Array) -> jax.Array: ...
+
+
+class Meta(type(nnx.Module)):  # type: ignore[misc]
+    pass
+
+
+class ProtocolMeta(type(nnx.Module), type(Protocol)):  # type: ignore[misc]
+    pass
+
+
+class Body:
+    """What all of them do; no Module, so that it can be a base anywhere."""
+
+    def __init__(self, n: int, m: int, *, rngs: nnx.Rngs) -> None:
+        self.n = n
+        self.fc = nnx.Linear(n, m, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc(x)
+
+
+class BaseFirst(Body, Helper, nnx.Module): ...
+
+
+class BaseAfter(nnx.Module, Helper):
+    __init__, __call__ = Body.__init__, Body.__call__
+
+
+class SlotsFirst(Slotted, nnx.Module):
+    __init__, __call__ = Body.__init__, Body.__call__
+
+
+class Abstract(Forward, nnx.Module):
+    __init__, __call__ = Body.__init__, Body.__call__
+
+
+class GenericFirst(Generic[T], nnx.Module):
+    __init__, __call__ = Body.__init__, Body.__call__
+
+
+class GenericAfter(nnx.Module, Generic[T]):
+    __init__, __call__ = Body.__init__, Body.__call__
+
+
+class OfProtocol(nnx.Module, Callee, metaclass=ProtocolMeta):
+    __init__, __call__ = Body.__init__, Body.__call__
+
+
+class OfMeta(nnx.Module, metaclass=Meta):
+    __init__, __call__ = Body.__init__, Body.__call__
+
+
+class NoPytree(nnx.Module, pytree=False):
+    __init__, __call__ = Body.__init__, Body.__call__
+
+
+class Nested(nnx.Module):
+    def __init__(self, n: int, m: int, *, rngs: nnx.Rngs) -> None:
+        self.first = BaseFirst(n, m, rngs=rngs)
+        self.rest = nnx.List([GenericFirst[int](m, m, rngs=rngs)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.rest[0](self.first(x))
+
+
+class Tagging(nnx.Module):
+    def __init_subclass__(cls, tag: int = 0, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.tag = tag
+
+
+class Tagged(Tagging, tag=3):
+    __init__ = Body.__init__
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc(x) * self.tag  # type: ignore[attr-defined]
+
+
+class Properties(nnx.Module):
+    def __init__(self, n: int, m: int, *, rngs: nnx.Rngs) -> None:
+        self._w = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (n, m)))
+
+    @property
+    def w(self) -> Any:
+        return self._w
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.w[...]
+
+
+class FindsAttributes(nnx.Module):
+    __init__ = Body.__init__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("fc_"):
+            return getattr(self.fc, name[3:])
+        raise AttributeError(name)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.fc_kernel[...]
+
+
+@dataclasses.dataclass(eq=False)
+class Fields(Helper, nnx.Module):
+    n: int
+    m: int
+    scale: int = 2
+    _: dataclasses.KW_ONLY
+    rngs: dataclasses.InitVar[nnx.Rngs]
+
+    def __post_init__(self, rngs: nnx.Rngs) -> None:
+        self.fc = nnx.Linear(self.n, self.m, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc(x) * self.scale
+
+
+class Cooperative(Helper, nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs, **sizes: int) -> None:
+        super().__init__()
+        self.rest = nnx.Linear(3, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.rest(x)
+
+
+class Sub(Cooperative):
+    def __init__(self, n: int, m: int, *, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs=rngs, n=n)
+        self.fc = nnx.Linear(n, m, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(self.fc(x))
+
+
+class Empty(nnx.Module):
+    """Is false, of no length, and equal to all of its kind."""
+
+    __init__, __call__ = Body.__init__, Body.__call__
+
+    def __len__(self) -> int:
+        return 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.fc])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Empty)
+
+    def __hash__(self) -> int:
+        return 7
+
+
+CLASSES = [
+    BaseFirst, BaseAfter, SlotsFirst, Abstract, GenericFirst, GenericAfter, OfProtocol, OfMeta, NoPytree, Nested,
+    Tagged, Properties, FindsAttributes, Fields, Sub, Empty,
+]  # fmt: skip
+
+
+def width(config: Any, x: Any) -> dict[str, int]:
+    return {"n": x.shape[-1]}
+
+
+LAZY = {cls: lm.lazy(cls, infer=width) for cls in CLASSES}
+
+
+class Host(nnx.Module):
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(x)
+
+
+def assert_same(model: Any, want: Any) -> None:
+    assert nnx.graphdef(model) == nnx.graphdef(want)
+    states = [nnx.to_flat_state(nnx.state(m)) for m in (model, want)]
+    for (path, a), (other, b) in zip(*states, strict=True):
+        assert path == other
+        np.testing.assert_array_equal(a.get_raw_value(), b.get_raw_value(), err_msg=str(path))
+
+
+Pair = tuple[Callable[[], Any], Callable[[], Any]]
+OPERATIONS: dict[str, Callable[[Any, Any, Path], Any]] = {}
+
+
+def operation(function: Callable[[Any, Any, Path], Any]) -> Callable[[Any, Any, Path], Any]:
+    OPERATIONS[function.__name__] = function
+    return function
+
+
+@operation
+def call(model: Any, want: Any, folder: Path) -> Any:
+    np.testing.assert_array_equal(model(X), want(X))
+
+
+@operation
+def reports(model: Any, want: Any, folder: Path) -> Any:
+    for report in (lm.infer_shapes, lm.summary):
+        a, b = report(model, SPEC), report(want, SPEC)
+        assert (a.total_parameters, a.output, a.flops) == (b.total_parameters, b.output, b.flops)
+    assert lm.has_uninitialized_params(model) and str(lm.summary(model)) and repr(model)
+    lm.materialize(model, SPEC)
+    lm.materialize(want, SPEC)
+
+
+@operation
+def hooks(model: Any, want: Any, folder: Path) -> Any:
+    for m in (model, want):
+        seen: list[int] = []
+        handles = [
+            lm.register_forward_pre_hook(m, lambda *_, seen=seen: seen.append(0)),
+            lm.register_forward_hook(m, lambda *_, seen=seen: seen.append(1)),
+        ]
+        lm.infer_shapes(m, SPEC)
+        seen.clear()
+        m(X)
+        for handle in handles:
+            handle.remove()
+        m(X)
+        assert seen == [0, 1]
+
+
+@operation
+def state_dict(model: Any, want: Any, folder: Path) -> Any:
+    lm.load_state_dict(model, lm.state_dict(want))
+    assert list(lm.state_dict(model)) == list(lm.state_dict(want))
+
+
+@operation
+def file(model: Any, want: Any, folder: Path) -> Any:
+    lm.save(want, folder / "model.safetensors")
+    lm.load(model, folder / "model.safetensors")
+    lm.load(want, folder / "model.safetensors")
+
+
+@operation
+def jit(model: Any, want: Any, folder: Path) -> Any:
+    function = lm.jit(lambda m, x: m(x))
+    np.testing.assert_array_equal(function(model, X), function(want, X))
+    np.testing.assert_array_equal(lm.jit(model)(X), function(want, X))
+
+
+@operation
+def flax_jit(model: Any, want: Any, folder: Path) -> Any:
+    np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(model, X), nnx.jit(lambda m, x: m(x))(want, X))
+
+
+@operation
+def gradients(model: Any, want: Any, folder: Path) -> Any:
+    function = lm.jit(lambda m, x: nnx.grad(lambda m: m(x).sum())(m))
+    jax.tree.map(np.testing.assert_array_equal, function(model, X), function(want, X))
+
+
+@operation
+def copies(model: Any, want: Any, folder: Path) -> Any:
+    model = nnx.clone(nnx.merge(*nnx.split(copy.deepcopy(model))))
+    model(X)
+    return copy.deepcopy(model)
+
+
+@operation
+def pickles(model: Any, want: Any, folder: Path) -> Any:
+    model = pickle.loads(pickle.dumps(model))
+    model(X)
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_lazy_twin_is_used_as_the_class_is(cls: Any, name: str, tmp_path: Path) -> None:
+    for wrap in (lambda m: m, Host) if name in ("call", "reports", "hooks") else (lambda m: m,):
+        model, want = wrap(LAZY[cls](m=3, rngs=nnx.Rngs(0))), wrap(cls(n=4, m=3, rngs=nnx.Rngs(0)))
+        other = OPERATIONS[name](model, want, tmp_path)
+        assert_same(model if other is None else other, cls(n=4, m=3, rngs=nnx.Rngs(0)) if wrap is not Host else want)
+        inner = getattr(model if other is None else other, "inner", model if other is None else other)
+        assert type(inner) is cls and not lm.is_lazy(inner)
+
+
+def test_what_a_subclass_hook_gave_a_class_its_lazy_twin_has() -> None:
+    assert LAZY[Tagged].tag == Tagged.tag == 3
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def weights(self: Any, n: int, m: int, *, rngs: nnx.Rngs) -> None:
+    self.w = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (n, m)))
+
+
+def times(self: Any, x: jax.Array) -> jax.Array:
+    return x @ self.w[...]
+
+
+class HandBaseFirst(Helper, nnx.Module):
+    __init__, __call__ = weights, times
+
+
+class HandAbstract(Forward, nnx.Module):
+    __init__, __call__ = weights, times
+
+
+class HandGeneric(Generic[T], nnx.Module):
+    __init__, __call__ = weights, times
+
+
+class HandOfMeta(Slotted, nnx.Module, metaclass=Meta):
+    __init__, __call__ = weights, times
+
+
+class _ByHand(lm.LazyModuleMixin):
+    def __init__(self, m: int, *, rngs: nnx.Rngs) -> None:
+        self.w = lm.UninitializedParameter((None, m), init=nnx.initializers.lecun_normal(), key=rngs.params())
+
+    def initialize_parameters(self, x: jax.Array) -> None:
+        self.w.materialize((x.shape[-1], self.w.shape[-1]))
+
+
+class LazyHandBaseFirst(_ByHand, HandBaseFirst):
+    cls_to_become = HandBaseFirst
+
+
+class LazyHandAbstract(_ByHand, HandAbstract):
+    cls_to_become = HandAbstract
+
+
+class LazyHandGeneric(_ByHand, HandGeneric[int]):
+    cls_to_become = HandGeneric
+
+
+class LazyHandOfMeta(_ByHand, HandOfMeta, metaclass=Meta):
+    cls_to_become = HandOfMeta
+
+
+BY_HAND = [LazyHandBaseFirst, LazyHandAbstract, LazyHandGeneric, LazyHandOfMeta]
+
+
+@pytest.mark.parametrize("name", [n for n in OPERATIONS if n != "pickles"])
+@pytest.mark.parametrize("cls", BY_HAND)
+def test_a_class_by_hand_becomes_one_with_a_base_before_module(cls: Any, name: str, tmp_path: Path) -> None:
+    model, want = cls(3, rngs=nnx.Rngs(0)), cls.cls_to_become(4, 3, rngs=nnx.Rngs(0))
+    assert isinstance(model, cls) and type(model).__name__ == cls.__name__
+    other = OPERATIONS[name](model, want, tmp_path)
+    model = model if other is None else other
+    assert_same(model, cls.cls_to_become(4, 3, rngs=nnx.Rngs(0)))
+    assert type(model) is cls.cls_to_become
+
+
+def test_a_class_by_hand_pickles_by_its_name() -> None:
+    model = LazyHandBaseFirst(3, rngs=nnx.Rngs(0))
+    model.w = lm.UninitializedParameter((None, 3))
+    model = pickle.loads(pickle.dumps(model))
+    assert isinstance(model, LazyHandBaseFirst)
+    model(X)
+    assert type(model) is HandBaseFirst and model.w.shape == (4, 3)
+
+
+@pytest.mark.parametrize("base", [HandBaseFirst, HandAbstract, HandGeneric])
+def test_a_class_by_hand_that_becomes_nothing_keeps_itself(base: Any) -> None:
+    class Keeps(_ByHand, base):
+        pass
+
+    model = Keeps(3, rngs=nnx.Rngs(0))
+    lm.materialize(model, SPEC)
+    assert type(model) is Keeps and not lm.is_lazy(model)
+    np.testing.assert_array_equal(model(X), base(4, 3, rngs=nnx.Rngs(0))(X))
