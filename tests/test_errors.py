@@ -88,9 +88,8 @@ def test_relocate_moves_every_problem_and_keeps_the_rest() -> None:
 # ---------------------------------------------------------------- copies
 
 
-@pytest.mark.parametrize(
-    "copier", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy], ids=["pickle", "copy", "deepcopy"]
-)
+@pytest.mark.parametrize("copier", [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy],
+                         ids=["pickle", "copy", "deepcopy"])
 @pytest.mark.parametrize("error", [lm.LazyError, *CLASSES], ids=lambda c: c.__name__)
 def test_copies_keep_everything(error: type[lm.LazyError], copier: Any) -> None:
     one = error(B, A, heading="nothing was loaded")

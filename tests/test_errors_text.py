@@ -133,49 +133,32 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "placeholder-shape": (
         lambda: linear().kernel.materialize((7, 11)),
         lm.ShapeInferenceError,
-        text(
-            "kernel (UninitializedParameter of LazyLinear)",
-            "shape (7, 11)",
-            "shape (?, 4), whose known axes are fixed",
-            "parameter.materialize(shape) with sizes that agree",
-        ),
+        text("kernel (UninitializedParameter of LazyLinear)", "shape (7, 11)",
+             "shape (?, 4), whose known axes are fixed", "parameter.materialize(shape) with sizes that agree"),
     ),
     "placeholder-sizes": (
         lambda: lm.UninitializedBuffer().materialize((2, -1)),
         lm.ShapeInferenceError,
-        text(
-            "UninitializedBuffer", "shape (2, -1)", "whole sizes", "parameter.materialize(shape) with sizes that agree"
-        ),
+        text("UninitializedBuffer", "shape (2, -1)", "whole sizes",
+             "parameter.materialize(shape) with sizes that agree"),
     ),
     "placeholder-value": (
         lambda: linear().kernel.materialize((7, 4), jnp.ones((7, 3))),
         lm.ShapeInferenceError,
-        text(
-            "kernel (UninitializedParameter of LazyLinear)",
-            "a value f32[7,3]",
-            "shape (7, 4), as asked for",
-            "parameter.materialize(value.shape, value)",
-        ),
+        text("kernel (UninitializedParameter of LazyLinear)", "a value f32[7,3]", "shape (7, 4), as asked for",
+             "parameter.materialize(value.shape, value)"),
     ),
     "placeholder-use": (
         lambda: linear().kernel.get_value(),
         lm.UninitializedError,
-        text(
-            "kernel (UninitializedParameter of LazyLinear)",
-            "a use of its value, while it is an uninitialized parameter of shape (?, 4)",
-            SIZES,
-            LINE,
-        ),
+        text("kernel (UninitializedParameter of LazyLinear)",
+             "a use of its value, while it is an uninitialized parameter of shape (?, 4)", SIZES, LINE),
     ),
     "placeholder-size": (
         lambda: len(linear().kernel),
         lm.UninitializedError,
-        text(
-            "kernel (UninitializedParameter of LazyLinear)",
-            "a use of its length, while it is an uninitialized parameter of shape (?, 4)",
-            SIZES,
-            LINE,
-        ),
+        text("kernel (UninitializedParameter of LazyLinear)",
+             "a use of its length, while it is an uninitialized parameter of shape (?, 4)", SIZES, LINE),
     ),
     "placeholder-rank": (
         lambda: lm.UninitializedParameter().shape,
@@ -185,52 +168,32 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "placeholder-element": (
         lambda: linear().kernel.__setitem__(0, 1.0),
         lm.UninitializedError,
-        text(
-            "kernel (UninitializedParameter of LazyLinear)",
-            "a use of one of its elements, while it is an uninitialized parameter of shape (?, 4)",
-            SIZES,
-            LINE,
-        ),
+        text("kernel (UninitializedParameter of LazyLinear)",
+             "a use of one of its elements, while it is an uninitialized parameter of shape (?, 4)", SIZES, LINE),
     ),
     "placeholder-attribute": (
         lambda: linear().kernel.at,
         AttributeError,
-        text(
-            "kernel (UninitializedParameter of LazyLinear)",
-            "a use of its attribute .at, while it is an uninitialized parameter of shape (?, 4)",
-            SIZES,
-            LINE,
-        ),
+        text("kernel (UninitializedParameter of LazyLinear)",
+             "a use of its attribute .at, while it is an uninitialized parameter of shape (?, 4)", SIZES, LINE),
     ),
     "layer-attribute": (
         lambda: linear().in_features,
         AttributeError,
-        text(
-            "LazyLinear",
-            "a use of .in_features",
-            "its sizes, which are not known yet",
-            "model(x) or lm.materialize(model, x), first",
-        ),
+        text("LazyLinear", "a use of .in_features", "its sizes, which are not known yet",
+             "model(x) or lm.materialize(model, x), first"),
     ),
     "constructor-positional": (
         lambda: lm.LazyLinear(4, 5, rngs=nnx.Rngs(0)),
         lm.ConfigurationError,
-        text(
-            "LazyLinear",
-            "4, 5, rngs=Rngs (too many positional arguments)",
-            OPTIONS,
-            "LazyLinear(out_features, rngs=nnx.Rngs(0))",
-        ),
+        text("LazyLinear", "4, 5, rngs=Rngs (too many positional arguments)", OPTIONS,
+             "LazyLinear(out_features, rngs=nnx.Rngs(0))"),
     ),
     "constructor-no-rngs": (
         lambda: lm.LazyLinear(4),
         lm.ConfigurationError,
-        text(
-            "LazyLinear",
-            "4 (missing a required argument: 'rngs')",
-            OPTIONS,
-            "LazyLinear(out_features, rngs=nnx.Rngs(0))",
-        ),
+        text("LazyLinear", "4 (missing a required argument: 'rngs')", OPTIONS,
+             "LazyLinear(out_features, rngs=nnx.Rngs(0))"),
     ),
     "constructor-rngs": (
         lambda: lm.LazyLinear(4, rngs=0),
@@ -240,52 +203,33 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "constructor-split-rngs": (
         lambda: lm.LazyLinear(4, rngs=nnx.Rngs(0).split(3)),
         lm.ConfigurationError,
-        text(
-            "LazyLinear",
-            "rngs=streams of several keys",
-            "an nnx.Rngs with one key a stream",
-            "LazyLinear(..., rngs=nnx.Rngs(0))",
-        ),
+        text("LazyLinear", "rngs=streams of several keys", "an nnx.Rngs with one key a stream",
+             "LazyLinear(..., rngs=nnx.Rngs(0))"),
     ),
     "infer-rank": (
         lambda: linear()(jnp.float32(3.0)),
         lm.ShapeInferenceError,
-        text(
-            "LazyLinear",
-            "f32[]",
-            "an array of at least 1 axes, whose axis -1 holds the features",
-            "layer(x) with x of shape (batch, ..., features)",
-        ),
+        text("LazyLinear", "f32[]", "an array of at least 1 axes, whose axis -1 holds the features",
+             "layer(x) with x of shape (batch, ..., features)"),
     ),
     "infer-zero": (
         lambda: linear()(jnp.zeros((3, 0))),
         lm.ShapeInferenceError,
-        text(
-            "LazyLinear",
-            "f32[3,0]: in_features=0",
-            "at least one feature: an initializer divides by their number",
-            "an input whose feature axis is not empty",
-        ),
+        text("LazyLinear", "f32[3,0]: in_features=0",
+             "at least one feature: an initializer divides by their number",
+             "an input whose feature axis is not empty"),
     ),
     "infer-no-array": (
         lambda: linear()([1, 2.5]),
         lm.ShapeInferenceError,
-        text(
-            "LazyLinear",
-            "[1, 2.5]",
-            "an array as the first argument: its shape tells the sizes",
-            "layer(jnp.asarray(x))",
-        ),
+        text("LazyLinear", "[1, 2.5]", "an array as the first argument: its shape tells the sizes",
+             "layer(jnp.asarray(x))"),
     ),
     "infer-raises": (
         lambda: lm.lazy(nnx.Linear, infer=fails)(out_features=4, rngs=nnx.Rngs(0))(X),
         lm.ShapeInferenceError,
-        text(
-            "LazyLinear",
-            "f32[2,3]",
-            "a call from which infer can tell the sizes; it raised KeyError: 'width'",
-            "a call with the arguments that the layer's forward takes",
-        ),
+        text("LazyLinear", "f32[2,3]", "a call from which infer can tell the sizes; it raised KeyError: 'width'",
+             "a call with the arguments that the layer's forward takes"),
     ),
     "infer-type": (
         infers(3),
@@ -305,145 +249,99 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "constructor-refuses-sizes": (
         tiny_heads,
         lm.ShapeInferenceError,
-        text(
-            "LazyMultiHeadAttention",
-            "f32[2,5,4], so in_features=4, in_kv_features=4",
-            "sizes that MultiHeadAttention takes; it says: "
-            + reason(lambda: nnx.MultiHeadAttention(3, 4, rngs=nnx.Rngs(0))),
-            "an input of another width",
-        ),
+        text("LazyMultiHeadAttention", "f32[2,5,4], so in_features=4, in_kv_features=4",
+             "sizes that MultiHeadAttention takes; it says: "
+             + reason(lambda: nnx.MultiHeadAttention(3, 4, rngs=nnx.Rngs(0))), "an input of another width"),
     ),
     "first-call-forward": (
         lambda: linear()(X > 0),
         lm.ShapeInferenceError,
-        text(
-            "LazyLinear",
-            "bool[2,3]",
-            "an input that the layer takes; Flax says: " + reason(lambda: nnx.Linear(3, 4, rngs=nnx.Rngs(0))(X > 0)),
-            "the call again with another input; the layer is as lazy as before",
-        ),
+        text("LazyLinear", "bool[2,3]",
+             "an input that the layer takes; Flax says: "
+             + reason(lambda: nnx.Linear(3, 4, rngs=nnx.Rngs(0))(X > 0)),
+             "the call again with another input; the layer is as lazy as before"),
     ),
     "first-call-filled-slot": (
         half_filled,
         lm.ShapeInferenceError,
-        text(
-            "kernel (Param of LazyLinear)",
-            "a value of shape (7, 4)",
-            "shape (3, 4), by the sizes inferred",
-            "an input whose sizes give kernel that shape",
-        ),
+        text("kernel (Param of LazyLinear)", "a value of shape (7, 4)", "shape (3, 4), by the sizes inferred",
+             "an input whose sizes give kernel that shape"),
     ),
     "first-call-other-placeholder": (
         other_bias,
         lm.ShapeInferenceError,
-        text(
-            "bias (UninitializedParameter of LazyLinear)",
-            "a placeholder of shape (5,)",
-            "shape (4,), by the sizes inferred",
-            "an input whose sizes give bias that shape",
-        ),
+        text("bias (UninitializedParameter of LazyLinear)", "a placeholder of shape (5,)",
+             "shape (4,), by the sizes inferred", "an input whose sizes give bias that shape"),
     ),
     "first-call-left-empty": (
         lambda: Forgetful()(X),
         lm.UninitializedError,
-        text(
-            "Forgetful",
-            "initialize_parameters left w, b uninitialized",
-            "every parameter of the layer materialized by its initialize_parameters",
-            "self.w.materialize(shape)\n          self.b.materialize(shape)",
-        ),
+        text("Forgetful", "initialize_parameters left w, b uninitialized",
+             "every parameter of the layer materialized by its initialize_parameters",
+             "self.w.materialize(shape)\n          self.b.materialize(shape)"),
     ),
     "first-call-on-a-copy": (
         lambda: jax.jit(lambda m, x: m(x))(linear(), X),
         lm.UninitializedError,
-        text(
-            "LazyLinear (bias, kernel)",
-            "its first call on a copy, as an argument of jax.jit, jax.vmap or another JAX transform, of "
-            "nnx.eval_shape, or made by nnx.merge inside one",
-            "parameters that outlive the call: those made here would be lost",
-            f"{BEFORE}; for output shapes alone, lm.infer_shapes(model, x)",
-        ),
+        text("LazyLinear (bias, kernel)",
+             "its first call on a copy, as an argument of jax.jit, jax.vmap or another JAX transform, of "
+             "nnx.eval_shape, or made by nnx.merge inside one",
+             "parameters that outlive the call: those made here would be lost",
+             f"{BEFORE}; for output shapes alone, lm.infer_shapes(model, x)"),
     ),
     "first-call-under-nnx-grad": (
         lambda: nnx.grad(lambda m: m(X).sum())(linear()),
         lm.UninitializedError,
-        text(
-            "LazyLinear (bias, kernel)",
-            "its first call inside nnx.grad (or nnx.value_and_grad), of which it is an argument",
-            "parameters to differentiate with respect to: none exist yet",
-            BEFORE,
-        ),
+        text("LazyLinear (bias, kernel)",
+             "its first call inside nnx.grad (or nnx.value_and_grad), of which it is an argument",
+             "parameters to differentiate with respect to: none exist yet", BEFORE),
     ),
     "first-call-in-an-nnx-loop": (
         lambda: nnx.fori_loop(0, 2, lambda i, c: (c[0], c[0](c[1])), (linear(), jnp.ones((4, 4)))),
         lm.UninitializedError,
-        text(
-            "LazyLinear (bias, kernel)",
-            "its first call inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)",
-            "the same parameters before and after every step of the loop",
-            BEFORE,
-        ),
+        text("LazyLinear (bias, kernel)",
+             "its first call inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)",
+             "the same parameters before and after every step of the loop", BEFORE),
     ),
     "abstract-run-values": (
         lambda: lm.materialize(Decides(), X),
         lm.ShapeInferenceError,
-        text(
-            "Decides",
-            "a forward that decides on the values of arrays",
-            "shapes and dtypes alone: there are no values in an abstract run",
-            "model(x), once",
-        ),
+        text("Decides", "a forward that decides on the values of arrays",
+             "shapes and dtypes alone: there are no values in an abstract run", "model(x), once"),
     ),
     "abstract-run-forward": (
         lambda: lm.infer_shapes(Fails(), spec(2, 3)),
         lm.ShapeInferenceError,
-        text(
-            "Fails",
-            "f32[2,3]",
-            f"an input that the layer takes; it says: {reason(lambda: X @ X)}",
-            "the call again with another input",
-        ),
+        text("Fails", "f32[2,3]", f"an input that the layer takes; it says: {reason(lambda: X @ X)}",
+             "the call again with another input"),
     ),
     "abstract-run-elsewhere": (
         lambda: lm.infer_shapes(Elsewhere(), X),
         lm.UninitializedError,
-        text(
-            "LazyLinear",
-            "a lazy layer that is no part of the model, reached by its forward",
-            "every lazy layer as an attribute of the model, so that it can be sized with it",
-            "self.layer = layer, in the model's __init__",
-        ),
+        text("LazyLinear", "a lazy layer that is no part of the model, reached by its forward",
+             "every lazy layer as an attribute of the model, so that it can be sized with it",
+             "self.layer = layer, in the model's __init__"),
     ),
     "optimizer-update": (
         lambda: lm.LazyOptimizer(linear(), optax.adam(0.1), wrt=nnx.Param).update(linear(), {}),
         lm.UninitializedError,
-        text(
-            "LazyOptimizer",
-            "an update while kernel, bias are uninitialized",
-            "parameters with values, to make the optimizer's state from",
-            "lm.materialize(model, x) before; for a layer that the loss does not reach: call it once, remove it, or "
-            "leave it out of wrt",
-        ),
+        text("LazyOptimizer", "an update while kernel, bias are uninitialized",
+             "parameters with values, to make the optimizer's state from",
+             "lm.materialize(model, x) before; for a layer that the loss does not reach: call it once, remove it, or "
+             "leave it out of wrt"),
     ),
     "optimizer-state": (
         lambda: lm.LazyOptimizer(linear(), optax.adam(0.1), wrt=nnx.Param).opt_state,
         AttributeError,
-        text(
-            "LazyOptimizer",
-            "a use of .opt_state",
-            "the model's parameters, which have no values yet",
-            "lm.materialize(model, x), then optimizer.update(model, grads)",
-        ),
+        text("LazyOptimizer", "a use of .opt_state", "the model's parameters, which have no values yet",
+             "lm.materialize(model, x), then optimizer.update(model, grads)"),
     ),
     "pickle": (
         lambda: pickle.dumps(linear(kernel_init=Unpicklable())),
         lm.SerializationError,
-        text(
-            "LazyLinear",
-            "kernel_init=<an initializer>, which does not pickle (not this one)",
-            "arguments that pickle: a lazy layer is stored with those that it was given",
-            "a function defined at the top of a module for kernel_init, or lm.materialize(...) first",
-        ),
+        text("LazyLinear", "kernel_init=<an initializer>, which does not pickle (not this one)",
+             "arguments that pickle: a lazy layer is stored with those that it was given",
+             "a function defined at the top of a module for kernel_init, or lm.materialize(...) first"),
     ),
 }
 
@@ -461,12 +359,9 @@ def test_initializer_without_a_key() -> None:
     said = reason(lambda: init(None, (2,), jnp.float32))  # type: ignore[arg-type]
     with pytest.raises(lm.UninitializedError) as caught:
         lm.UninitializedParameter((None,), init=init).materialize((2,))
-    assert str(caught.value) == text(
-        "UninitializedParameter",
-        "no key",
-        f"its initializer draws random numbers ({said})",
-        "UninitializedParameter(..., init=init, key=rngs.params())",
-    )
+    assert str(caught.value) == text("UninitializedParameter", "no key",
+                                     f"its initializer draws random numbers ({said})",
+                                     "UninitializedParameter(..., init=init, key=rngs.params())")
 
 
 def test_sharding_without_a_mesh() -> None:

@@ -59,11 +59,8 @@ def local_class() -> Any:
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize(
-    "cls",
-    [LazyLinear, Renamed, Doubled, local_class(), lm.LazyLinear],
-    ids=["module", "renamed", "subclass", "local", "built-in"],
-)
+@pytest.mark.parametrize("cls", [LazyLinear, Renamed, Doubled, local_class(), lm.LazyLinear],
+                         ids=["module", "renamed", "subclass", "local", "built-in"])
 def test_before_the_first_call(cls: Any, protocol: int) -> None:
     layer = cls(out_features=3, rngs=nnx.Rngs(0))
     twin = pickle.loads(pickle.dumps(layer, protocol))
@@ -130,11 +127,8 @@ def test_flax_default_initializers_pickle(make: Callable[[nnx.Rngs], Any]) -> No
 
 
 @pytest.mark.parametrize("name", ["kernel_init", "bias_init"])
-@pytest.mark.parametrize(
-    "init",
-    [nnx.initializers.normal(), lambda key, shape, dtype: jnp.zeros(shape, dtype)],
-    ids=["flax-normal", "lambda"],
-)
+@pytest.mark.parametrize("init", [nnx.initializers.normal(), lambda key, shape, dtype: jnp.zeros(shape, dtype)],
+                         ids=["flax-normal", "lambda"])
 def test_an_initializer_that_does_not_pickle_is_named(init: Any, name: str) -> None:
     model = nnx.List([lm.LazyLinear(3, rngs=nnx.Rngs(0), **{name: init})])
     with pytest.raises(lm.SerializationError, match=f"LazyLinear\n  got:    {name}=<function"):

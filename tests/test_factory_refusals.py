@@ -71,12 +71,8 @@ NONSENSE: dict[str, Any] = {
 def test_infer_returns_nonsense(returned: Any) -> None:
     answers = [returned]
     layer = lazy_plain(lambda config, x: answers[0])
-    for first in (
-        lambda: layer(X),
-        lambda: lm.materialize(layer, X),
-        lambda: nnx.jit(lambda m: m(X))(layer),
-        lambda: jax.jit(lambda x: layer(x))(X),
-    ):
+    for first in (lambda: layer(X), lambda: lm.materialize(layer, X), lambda: nnx.jit(lambda m: m(X))(layer),
+                  lambda: jax.jit(lambda x: layer(x))(X)):
         with pytest.raises(lm.ShapeInferenceError, match="LazyPlain"):
             first()
         assert_still_lazy(layer)
@@ -131,11 +127,8 @@ def test_an_infer_of_other_arguments_than_the_call() -> None:
 # ---------------------------------------------------------------- arguments
 
 
-@pytest.mark.parametrize(
-    "cls",
-    [int, "Linear", None, Plain(2, rngs=nnx.Rngs(0)), lambda: 0, nnx.Pytree],
-    ids=["int", "text", "none", "instance", "function", "pytree"],
-)
+@pytest.mark.parametrize("cls", [int, "Linear", None, Plain(2, rngs=nnx.Rngs(0)), lambda: 0, nnx.Pytree],
+                         ids=["int", "text", "none", "instance", "function", "pytree"])
 def test_not_a_module_class(cls: Any) -> None:
     with pytest.raises(TypeError, match=r"lazy takes an nnx\.Module class, got "):
         lm.lazy(cls, infer=width)
@@ -308,11 +301,8 @@ def test_a_symbolic_batch_axis() -> None:
 
 
 def test_a_symbolic_batch_axis_before_a_flatten() -> None:
-    model = nnx.Sequential(
-        lm.LazyConv(2, (3, 3), rngs=nnx.Rngs(0)),
-        lambda x: x.reshape(x.shape[0], -1),
-        lm.LazyLinear(3, rngs=nnx.Rngs(1)),
-    )
+    model = nnx.Sequential(lm.LazyConv(2, (3, 3), rngs=nnx.Rngs(0)), lambda x: x.reshape(x.shape[0], -1),
+                           lm.LazyLinear(3, rngs=nnx.Rngs(1)))
     program = exported(model, B, 4, 4, 1)
     head: Any = model.layers[2]
     assert head.in_features == 32
@@ -327,15 +317,9 @@ def test_symbolic_specs(find: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("axis", [D, 2 * D, D + 1], ids=str)
-@pytest.mark.parametrize(
-    "use",
-    [
-        exported,
-        lambda m, *s: lm.materialize(m, jax.ShapeDtypeStruct(s, jnp.float32)),
-        lambda m, *s: lm.infer_shapes(m, jax.ShapeDtypeStruct(s, jnp.float32)),
-    ],
-    ids=["export", "materialize", "infer_shapes"],
-)
+@pytest.mark.parametrize("use", [exported, lambda m, *s: lm.materialize(m, jax.ShapeDtypeStruct(s, jnp.float32)),
+                                 lambda m, *s: lm.infer_shapes(m, jax.ShapeDtypeStruct(s, jnp.float32))],
+                         ids=["export", "materialize", "infer_shapes"])
 def test_a_symbolic_feature_axis_is_refused(use: Callable[..., Any], axis: Any) -> None:
     model = lazy_mlp()
     with pytest.raises(lm.ShapeInferenceError) as caught:

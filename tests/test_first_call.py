@@ -92,8 +92,7 @@ CLOSED_OVER: dict[str, Callable[[Any, jax.Array], Any]] = {
     "shard_map": shard_map,
     "jit-shard_map": lambda f, x: jax.jit(lambda x: shard_map(lambda x: f(x), x))(x),
     "vmap-scan-grad-jit": lambda f, x: jax.jit(
-        lambda x: jax.lax.scan(lambda c, r: (c, jax.vmap(jax.grad(lambda r: f(r).sum()))(r[None])), 0, x)
-    )(x),
+        lambda x: jax.lax.scan(lambda c, r: (c, jax.vmap(jax.grad(lambda r: f(r).sum()))(r[None])), 0, x))(x),
     "nnx.jit": lambda f, x: nnx.jit(lambda x: f(x))(x),
     "nnx.vmap": lambda f, x: nnx.vmap(lambda row: f(row))(x),
     "nnx.remat": lambda f, x: nnx.remat(lambda x: f(x))(x),
@@ -292,8 +291,7 @@ NNX_LOOPS: dict[str, Callable[[Any, jax.Array], Any]] = {
     "while_loop": lambda m, x: nnx.while_loop(lambda c: c[2] < 2, lambda c: (c[0], c[0](c[1]), c[2] + 1), (m, x, 0)),
     "scan-carry": lambda m, x: nnx.scan(lambda c, _: ((c[0], c[0](c[1])), 0), length=2)((m, x), None),
     "scan-broadcast": lambda m, x: nnx.scan(
-        lambda m, c, _: (m(c), 0), in_axes=(None, nnx.Carry, None), out_axes=(nnx.Carry, 0), length=2
-    )(m, x, None),
+        lambda m, c, _: (m(c), 0), in_axes=(None, nnx.Carry, None), out_axes=(nnx.Carry, 0), length=2)(m, x, None),
     "cond": lambda m, x: nnx.cond(x.sum() > 0, lambda m, x: m(x), lambda m, x: 2 * m(x), m, x),
     "switch": lambda m, x: nnx.switch(1, [lambda m, x: m(x), lambda m, x: 2 * m(x)], m, x),
     "cond-one-branch": lambda m, x: nnx.cond(x.sum() > 0, lambda m, x: m(x), lambda m, x: x, m, x),
@@ -401,9 +399,8 @@ def leak_checks() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("leak_checks")
-@pytest.mark.parametrize(
-    "name", ["jax.jit", "vmap", "grad", "scan", "checkpoint", "eval_shape", "shard_map", "nnx.jit"]
-)
+@pytest.mark.parametrize("name", ["jax.jit", "vmap", "grad", "scan", "checkpoint", "eval_shape", "shard_map",
+                                  "nnx.jit"])
 def test_no_tracer_leaks_from_a_closure(name: str) -> None:
     lazy = lazy_mlp()
     CLOSED_OVER[name](lazy, X)

@@ -56,21 +56,15 @@ def test_built_and_called_inside(context: Callable[[Build], Any]) -> None:
     np.testing.assert_allclose(lazy(X), want(X), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "context",
-    [
-        lambda build: jax.jit(lambda x: build()(x))(X),
-        lambda build: jax.vmap(lambda r: build()(r))(X),
-        lambda build: jax.grad(lambda x: build()(x).sum())(X),
-        lambda build: jax.lax.scan(lambda c, r: (c, build()(r)), 0, X)[1],
-        lambda build: jax.checkpoint(lambda x: build()(x))(X),
-        lambda build: nnx.jit(lambda x: build()(x))(X),
-        lambda build: nnx.jit(lambda x: nnx.grad(lambda m: m(x).sum())(called(build()))["fc1"]["kernel"].get_value())(
-            X
-        ),
-    ],
-    ids=["jit", "vmap", "grad", "scan", "checkpoint", "nnx.jit", "nnx.jit-nnx.grad"],
-)
+@pytest.mark.parametrize("context", [
+    lambda build: jax.jit(lambda x: build()(x))(X),
+    lambda build: jax.vmap(lambda r: build()(r))(X),
+    lambda build: jax.grad(lambda x: build()(x).sum())(X),
+    lambda build: jax.lax.scan(lambda c, r: (c, build()(r)), 0, X)[1],
+    lambda build: jax.checkpoint(lambda x: build()(x))(X),
+    lambda build: nnx.jit(lambda x: build()(x))(X),
+    lambda build: nnx.jit(lambda x: nnx.grad(lambda m: m(x).sum())(called(build()))["fc1"]["kernel"].get_value())(X)],
+    ids=["jit", "vmap", "grad", "scan", "checkpoint", "nnx.jit", "nnx.jit-nnx.grad"])
 def test_built_called_and_forgotten_inside(context: Callable[[Build], Any]) -> None:
     np.testing.assert_allclose(context(lazy_mlp), context(plain_mlp), rtol=1e-5, atol=1e-6)
 
@@ -171,9 +165,8 @@ STACKED: dict[str, Callable[[Any, jax.Array], Any]] = {
     "nnx.scan-ys": over_layers_keeping,
     "nnx.jit-nnx.vmap": lambda m, x: nnx.jit(lambda m, x: nnx.vmap(lambda m, x: m(x), in_axes=(0, None))(m, x))(m, x),
     "nnx.jit-nnx.scan": lambda m, x: nnx.jit(over_layers)(m, x),
-    "nnx.scan-nnx.remat": lambda m, x: nnx.scan(
-        nnx.remat(lambda m, x: m(x)), in_axes=(0, nnx.Carry), out_axes=nnx.Carry
-    )(m, x),
+    "nnx.scan-nnx.remat": lambda m, x: nnx.scan(nnx.remat(lambda m, x: m(x)), in_axes=(0, nnx.Carry),
+                                                out_axes=nnx.Carry)(m, x),
 }
 
 
@@ -223,9 +216,8 @@ def train(model: Any, make_step: Callable[[Callable[..., Any]], Callable[..., An
     return [float(run(model, optimizer, X, jnp.ones((2, 4)))) for _ in range(4)]
 
 
-@pytest.mark.parametrize(
-    "make_step", [lambda f: f, nnx.jit, lambda f: nnx.jit(nnx.jit(f))], ids=["python", "nnx.jit", "nnx.jit-nnx.jit"]
-)
+@pytest.mark.parametrize("make_step", [lambda f: f, nnx.jit, lambda f: nnx.jit(nnx.jit(f))],
+                         ids=["python", "nnx.jit", "nnx.jit-nnx.jit"])
 def test_a_train_step_that_begins_lazy(make_step: Any) -> None:
     lazy, want = lazy_mlp(), plain_mlp()
     losses, expected = train(lazy, make_step), train(want, make_step)

@@ -149,14 +149,8 @@ def test_hooks_see_the_layer_ready_and_with_prepend_lazy() -> None:
     lm.register_forward_hook(layer, look("post"))
     layer(X)
     layer(X)
-    assert seen == [
-        ("early", True, False),
-        ("pre", False, True),
-        ("post", False, True),
-        ("early", False, True),
-        ("pre", False, True),
-        ("post", False, True),
-    ]
+    assert seen == [("early", True, False), ("pre", False, True), ("post", False, True),
+                    ("early", False, True), ("pre", False, True), ("post", False, True)]
 
 
 def test_a_prepended_hook_decides_the_width() -> None:
@@ -177,15 +171,8 @@ def test_a_later_hook_that_changes_the_width_is_refused_and_nothing_stays() -> N
     assert_same_model(layer, plain())
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        lambda m: lm.materialize(m, spec(2, 3)),
-        lambda m: lm.infer_shapes(m, spec(2, 3)),
-        lambda m: lm.summary(m, spec(2, 3)),
-    ],
-    ids=["materialize", "infer_shapes", "summary"],
-)
+@pytest.mark.parametrize("first", [lambda m: lm.materialize(m, spec(2, 3)), lambda m: lm.infer_shapes(m, spec(2, 3)),
+                                   lambda m: lm.summary(m, spec(2, 3))], ids=["materialize", "infer_shapes", "summary"])
 def test_abstract_runs_keep_hooks(first: Callable[[Any], Any]) -> None:
     layer = lazy()
     lm.register_forward_hook(layer, double)
@@ -281,6 +268,7 @@ def test_the_last_hook_may_remove_itself(make: Callable[[], Any]) -> None:
 def test_a_hook_that_is_registered_while_running_waits_for_the_next_call() -> None:
     layer, seen = plain(), []
 
+
     def register(module: Any, args: Any) -> None:
         if not seen:
             lm.register_forward_hook(module, lambda m, a, o: seen.append(1))
@@ -307,9 +295,8 @@ def test_always_call_sees_a_failed_forward() -> None:
     layer, seen = Fails(), []
     lm.register_forward_hook(layer, lambda m, args, out: seen.append("usual"))
     lm.register_forward_hook(layer, lambda m, args, out: seen.append(out), always_call=True)
-    lm.register_forward_hook(
-        layer, lambda m, args, kwargs, out: seen.append((kwargs, out)), with_kwargs=True, always_call=True
-    )
+    lm.register_forward_hook(layer, lambda m, args, kwargs, out: seen.append((kwargs, out)), with_kwargs=True,
+                             always_call=True)
     with pytest.raises(OSError, match="broken"):
         layer(X)
     assert seen == [None, ({}, None)]
@@ -364,18 +351,10 @@ def test_a_pre_hook_that_raises_leaves_a_lazy_layer_lazy(early: bool) -> None:
     assert_same_model(layer, plain())
 
 
-@pytest.mark.parametrize(
-    "register",
-    [
-        lm.register_forward_pre_hook,
-        lm.register_forward_hook,
-        lm.register_state_dict_pre_hook,
-        lm.register_state_dict_post_hook,
-        lm.register_load_state_dict_pre_hook,
-        lm.register_load_state_dict_post_hook,
-    ],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("register", [lm.register_forward_pre_hook, lm.register_forward_hook,
+                                      lm.register_state_dict_pre_hook, lm.register_state_dict_post_hook,
+                                      lm.register_load_state_dict_pre_hook, lm.register_load_state_dict_post_hook],
+                         ids=lambda f: f.__name__)
 def test_what_takes_no_hook(register: Any) -> None:
     for module in (nnx.Param(jnp.ones(2)), 3, {}, nnx.Linear):
         with pytest.raises(TypeError, match=r"hooks go on an nnx\.Module"):

@@ -257,14 +257,8 @@ print("done")
 """
     env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     path = ":".join(p for p in sys.path if p)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=env | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=env | {"PYTHONPATH": path}, capture_output=True, text=True,
+                          timeout=120, check=False)
     assert done.stdout == "done\n", done.stderr
 
 

@@ -193,11 +193,8 @@ def test_first_call_in_every_context(first: Callable[[Any, Any], Any]) -> None:
     assert_same_model(model.inner, want)
 
 
-@pytest.mark.parametrize(
-    "copier",
-    [copy.deepcopy, nnx.clone, lambda m: nnx.merge(*nnx.split(m), copy=True)],
-    ids=["deepcopy", "clone", "split-merge"],
-)
+@pytest.mark.parametrize("copier", [copy.deepcopy, nnx.clone, lambda m: nnx.merge(*nnx.split(m), copy=True)],
+                         ids=["deepcopy", "clone", "split-merge"])
 def test_a_copy_is_lazy_for_itself(copier: Callable[[Any], Any]) -> None:
     layer = scale()
     twin = copier(layer)

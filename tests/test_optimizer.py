@@ -210,9 +210,8 @@ def test_flax_own_optimizer_names_what_is_lazy(tx: Callable[[], Any]) -> None:
         nnx.Optimizer(lazy_mlp(), tx(), wrt=nnx.Param)
 
 
-@pytest.mark.parametrize(
-    "copier", [copy.deepcopy, nnx.clone, lambda o: nnx.merge(*nnx.split(o))], ids=["deepcopy", "clone", "split-merge"]
-)
+@pytest.mark.parametrize("copier", [copy.deepcopy, nnx.clone, lambda o: nnx.merge(*nnx.split(o))],
+                         ids=["deepcopy", "clone", "split-merge"])
 def test_copies_before_the_first_update(copier: Callable[[Any], Any]) -> None:
     model, want = lazy_mlp(), plain_mlp()
     optimizer = lm.LazyOptimizer(model, optax.adam(1e-2), wrt=nnx.Param)

@@ -152,11 +152,8 @@ def test_an_array_attribute_is_pending(attribute: str) -> None:
     assert not hasattr(kernel(), attribute)
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [optax.adam(1e-3), optax.sgd(0.1, momentum=0.9), optax.adamw(1e-3), optax.rmsprop(0.1)],
-    ids=["adam", "momentum", "adamw", "rmsprop"],
-)
+@pytest.mark.parametrize("tx", [optax.adam(1e-3), optax.sgd(0.1, momentum=0.9), optax.adamw(1e-3), optax.rmsprop(0.1)],
+                         ids=["adam", "momentum", "adamw", "rmsprop"])
 def test_ordinary_optimizer_names_what_is_lazy(tx: Any) -> None:
     model = lazy_mlp()
     with pytest.raises(lm.UninitializedError, match=r"fc\d\.(kernel|bias)"):
@@ -186,9 +183,8 @@ def test_notebook_rendering(capsys: pytest.CaptureFixture[str]) -> None:
         assert part in shown
 
 
-@pytest.mark.parametrize(
-    "spelling", [jnp.bfloat16, "bfloat16", np.dtype("bfloat16"), jnp.dtype(jnp.bfloat16)], ids=repr
-)
+@pytest.mark.parametrize("spelling", [jnp.bfloat16, "bfloat16", np.dtype("bfloat16"), jnp.dtype(jnp.bfloat16)],
+                         ids=repr)
 def test_dtype_spellings(spelling: Any) -> None:
     drawn = nnx.Linear(3, 4, rngs=nnx.Rngs(0)).kernel.get_value()
     one = kernel()
@@ -269,9 +265,8 @@ def test_metadata_is_that_of_a_variable_made_by_hand() -> None:
     assert nnx.graphdef(nnx.List([one])) == nnx.graphdef(nnx.List([want]))
 
 
-@pytest.mark.parametrize(
-    "value", [np.ones((7, 4)), jnp.ones((7, 4), jnp.float16), [[1.0] * 4] * 7], ids=["numpy", "float16", "list"]
-)
+@pytest.mark.parametrize("value", [np.ones((7, 4)), jnp.ones((7, 4), jnp.float16), [[1.0] * 4] * 7],
+                         ids=["numpy", "float16", "list"])
 def test_a_value_is_cast_to_the_known_dtype(value: Any) -> None:
     one = kernel()
     one.materialize((7, 4), value)
@@ -284,9 +279,8 @@ def test_a_value_decides_the_dtype_where_none_is_known() -> None:
     assert_same_bits(one.get_value(), jnp.ones(2, jnp.float16))
 
 
-@pytest.mark.parametrize(
-    "assign", [lambda p, v: operator.setitem(p, ..., v), lambda p, v: p.set_value(v)], ids=["[...] =", "set_value"]
-)
+@pytest.mark.parametrize("assign", [lambda p, v: operator.setitem(p, ..., v), lambda p, v: p.set_value(v)],
+                         ids=["[...] =", "set_value"])
 def test_assigning_a_whole_value_materializes(assign: Callable[[Any, Any], None]) -> None:
     layer = lm.LazyLinear(4, rngs=nnx.Rngs(0))
     assign(layer.kernel, jnp.full((3, 4), 2.0))
@@ -354,17 +348,10 @@ def test_update_with_the_state_of_a_ready_model() -> None:
     assert_same_model(lazy, want)
 
 
-@pytest.mark.parametrize(
-    "context",
-    [
-        lambda f: jax.jit(f)(),
-        lambda f: nnx.jit(f)(),
-        lambda f: jax.eval_shape(f),
-        lambda f: jax.vmap(lambda _: f())(jnp.zeros(2)),
-        lambda f: jax.grad(lambda _: f() or 0.0)(1.0),
-    ],
-    ids=["jax.jit", "nnx.jit", "eval_shape", "vmap", "grad"],
-)
+@pytest.mark.parametrize("context", [
+    lambda f: jax.jit(f)(), lambda f: nnx.jit(f)(), lambda f: jax.eval_shape(f),
+    lambda f: jax.vmap(lambda _: f())(jnp.zeros(2)), lambda f: jax.grad(lambda _: f() or 0.0)(1.0)],
+    ids=["jax.jit", "nnx.jit", "eval_shape", "vmap", "grad"])
 def test_materialized_by_hand_inside_a_transform(context: Callable[[Callable[[], None]], Any]) -> None:
     one = kernel()
 
@@ -411,11 +398,8 @@ COPIERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("copier", COPIERS.values(), ids=COPIERS)
-@pytest.mark.parametrize(
-    "make",
-    [lm.UninitializedParameter, lm.UninitializedBuffer, placeholder_type(Gate)],
-    ids=["param", "buffer", "other"],
-)
+@pytest.mark.parametrize("make", [lm.UninitializedParameter, lm.UninitializedBuffer, placeholder_type(Gate)],
+                         ids=["param", "buffer", "other"])
 def test_copies_know_all_that_the_original_knows(make: Any, copier: Callable[[Any], Any]) -> None:
     one = make((None, 4), dtype=jnp.float16, init=ramp, key=KEY, tag="left")
     twin = copier(one)
@@ -447,14 +431,7 @@ def test_questions() -> None:
     assert lm.has_uninitialized_params(model) is True
     assert lm.uninitialized_paths(model) == ["a.fc1.kernel", "a.fc1.bias", "a.fc2.kernel", "a.fc2.bias"]
     assert [lm.is_lazy(v) for v in (model, model.a.fc1, model.a.fc1.kernel, model.b, model.c, 3, None)] == [
-        False,
-        True,
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
+        False, True, True, False, False, False, False]
     model.a.fc1(array(2, 8))
     assert lm.uninitialized_paths(model) == ["a.fc2.kernel", "a.fc2.bias"]
     model.a.fc2(array(2, 16))

@@ -20,13 +20,8 @@ from hypothesis import strategies as st
 import lazymods as lm
 
 Shape = tuple[int, int, int]  # (batch, length, features)
-few = settings(
-    max_examples=15,
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
+few = settings(max_examples=15, derandomize=True, deadline=None, database=None,
+               suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 # ---------------------------------------------------------------- what there is to draw

@@ -60,11 +60,9 @@ def test_two_models_built_alike_have_one_graphdef_and_one_cache_entry() -> None:
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-@pytest.mark.parametrize(
-    "copier",
-    [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r)), lambda r: jax.tree.map(lambda a: a, r)],
-    ids=["copy", "deepcopy", "pickle", "tree-map"],
-)
+@pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r)),
+                                    lambda r: jax.tree.map(lambda a: a, r)],
+                         ids=["copy", "deepcopy", "pickle", "tree-map"])
 def test_copies_are_equal(copier: Callable[[Any], Any], impl: str) -> None:
     one = recipe(impl=impl)
     twin = copier(one)

@@ -89,9 +89,7 @@ def test_what_is_not_known_yet() -> None:
     report = lm.summary(lazy_mlp())
     first = report.rows[0]
     assert [(p.name, p.shape, p.size, p.nbytes) for p in first.parameters] == [
-        ("kernel", (None, 16), None, None),
-        ("bias", (16,), 16, 64),
-    ]
+        ("kernel", (None, 16), None, None), ("bias", (16,), 16, 64)]
     assert (first.size, first.nbytes, first.inputs, first.output, first.inferred) == (None, None, "", None, {})
     assert not report.is_complete and report.output is None and report.unreached == ()
     assert (report.total_parameters, report.total_bytes) == (20, 80)  # the biases
@@ -197,8 +195,7 @@ def test_flops_of_a_layer_that_is_not_reached_are_left_empty() -> None:
 
 def test_text() -> None:
     assert str(lm.infer_shapes(plain_mlp(), spec(32, 8))).splitlines()[-1] == (
-        "total: 212 parameters, 848 B; output f32[32,4]"
-    )
+        "total: 212 parameters, 848 B; output f32[32,4]")
     text = str(lm.summary(lazy_mlp(), spec(32, 784)))
     head, *lines, foot = text.splitlines()
     assert head.split() == ["path", "layer", "input", "inferred", "parameters", "dtype", "count", "bytes", "FLOPs"]

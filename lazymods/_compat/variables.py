@@ -36,15 +36,16 @@ SET_RAW: Callable[[Any, Any], None] = RAW.__set__
 raw_metadata: Callable[[Any], dict[str, Any]] = METADATA.__get__
 """Return a Variable's own metadata dict."""
 
+_set_birth, _set_metadata = BIRTH.__set__, METADATA.__set__
 _get_raw, _new_birth = RAW.__get__, type(BIRTH.__get__(nnx.Variable(0, hijax=False, ref=False)))
 
 
 def new_variable(cls: type[nnx.Variable[Any]], raw: Any, metadata: dict[str, Any]) -> Any:
     """Make a Variable without running its constructor."""
     variable = object.__new__(cls)
-    BIRTH.__set__(variable, _new_birth())
-    METADATA.__set__(variable, metadata)
-    RAW.__set__(variable, raw)
+    _set_birth(variable, _new_birth())
+    _set_metadata(variable, metadata)
+    SET_RAW(variable, raw)
     return variable
 
 
@@ -62,8 +63,8 @@ def raw_values(variables: Any) -> list[Any]:
 
 def write_variable(variable: Any, cls: type, raw: Any, metadata: dict[str, Any]) -> None:
     """Set class, value and metadata of a Variable, from whatever trace is current."""
-    RAW.__set__(variable, raw)
-    METADATA.__set__(variable, metadata)
+    SET_RAW(variable, raw)
+    _set_metadata(variable, metadata)
     object.__setattr__(variable, "__class__", cls)
 
 

@@ -8,6 +8,7 @@ in other libraries (``running_mean`` for ``mean``).
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -100,13 +101,47 @@ def matched(survey: Survey, tensors: Mapping[str, Any], *, leaves: bool) -> dict
         for spelling in (path, short):
             spellings.setdefault(_canonical(dotted(spelling)), set()).add(dotted(path))
     out: dict[str, str] = {}
+    wrapper = _wrapper(tensors, paths, spellings)
     for name, tensor in tensors.items():
-        is_known = name in known or base_name(name) in known
-        new = name if is_known else _match(name, tensor, paths, spellings, known if leaves else None)
+        bare = name.removeprefix(wrapper)
+        is_known = bare in known or base_name(bare) in known
+        new = bare if is_known else _match(bare, tensor, paths, spellings, known if leaves else None)
         if new in out or (new != name and new in tensors):
             new = name
         out[new] = name
     return out
+
+
+def _wrapper(names: Collection[str], paths: Collection[str], spellings: Mapping[str, set[str]]) -> str:
+    """Return the prefixes of wrappers that all names have, where the model has a child of such a name or not.
+
+    Without them no name may lead less far into the model than with them, and one must lead further.
+    """
+    parts = [name.split(".") for name in names]
+    shared = zip(min(parts, default=()), max(parts, default=()), strict=False)  # what these share, all do
+    left = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], shared)]
+    best = tried = ""
+    while left and left[0] in PREFIXES:
+        tried += f"{left.pop(0)}."
+        more = tried.count(".") - best.count(".")
+        gains = [
+            _depth(name.removeprefix(tried), paths, spellings)
+            - max(0, _depth(name.removeprefix(best), paths, spellings) - more)
+            for name in names
+        ]
+        if min(gains) >= 0 and max(gains) > 0:
+            best = tried
+    return best
+
+
+def _depth(name: str, paths: Collection[str], spellings: Mapping[str, set[str]]) -> int:
+    """Return how many parts of a name lead to a module."""
+    parts = name.split(".")
+    return next(i for i in range(len(parts) - 1, -1, -1) if not i or _leads(".".join(parts[:i]), paths, spellings))
+
+
+def _leads(path: str, paths: Collection[str], spellings: Mapping[str, set[str]]) -> bool:
+    return path in paths or len(spellings.get(_canonical(path), ())) == 1
 
 
 def _match(

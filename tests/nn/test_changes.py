@@ -34,15 +34,11 @@ def test_dtype_of_materialize(row: Row, dtype: Any) -> None:
         assert_same_bits(raw(got[path]), value)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda v: setattr(v, "dtype", jnp.float16),
-        lambda v: setattr(v, "dtype", "float16"),
-        lambda v: setattr(v, "dtype", np.dtype("float16")),
-    ],
-    ids=["jnp", "name", "numpy"],
-)
+@pytest.mark.parametrize("change", [
+    lambda v: setattr(v, "dtype", jnp.float16),
+    lambda v: setattr(v, "dtype", "float16"),
+    lambda v: setattr(v, "dtype", np.dtype("float16")),
+], ids=["jnp", "name", "numpy"])
 def test_dtype_set_on_one_parameter(change: Callable[[Any], None]) -> None:
     layer, want = lm.LazyLinear(4, dtype=jnp.float32, rngs=nnx.Rngs(0)), nnx.Linear(3, 4, rngs=nnx.Rngs(0))
     change(layer.kernel)

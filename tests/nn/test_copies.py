@@ -31,21 +31,9 @@ COPIES: dict[str, Copy] = {
 copied = pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
 
 # beside one of each family: what is held in other ways than as Variables of the layer itself
-OTHERS = (
-    "linear-metadata",
-    "linear-general-batch-axes",
-    "einsum-ellipsis",
-    "conv-mask",
-    "conv2d-unbatched",
-    "batch-norm1d",
-    "group-norm-size",
-    "attention-dropout",
-    "lora-lazy-base",
-    "lora-ready-base",
-    "spectral-norm-net",
-    "spectral-norm-attention",
-    "embed-no-sizes",
-)
+OTHERS = ("linear-metadata", "linear-general-batch-axes", "einsum-ellipsis", "conv-mask", "conv2d-unbatched",
+          "batch-norm1d", "group-norm-size", "attention-dropout", "lora-lazy-base", "lora-ready-base",
+          "spectral-norm-net", "spectral-norm-attention", "embed-no-sizes")
 ROWS = [*MAIN, *(r for r in TABLE if r.name in OTHERS)]
 # Flax's own layers of these hold functions that pickle refuses (jitted tanh and relu), and that deepcopy copies
 HOLDS_JITTED = [r for r in ROWS if r.name.endswith(("-cell", "rnn-gru", "bidirectional", "-net"))]

@@ -237,9 +237,8 @@ def test_base_module_of_another_width_leaves_adapter_and_base_lazy() -> None:
 
 @pytest.mark.parametrize("wrap", [lm.LazyWeightNorm, lm.LazySpectralNorm])
 def test_wrapped_layer_stays_lazy_with_its_wrapper(wrap: Any) -> None:
-    layer = wrap(
-        nnx.Sequential(lm.LazyLinear(4, rngs=nnx.Rngs(1)), lm.LazyConv(2, (3, 3), rngs=nnx.Rngs(2))), rngs=nnx.Rngs(0)
-    )
+    layer = wrap(nnx.Sequential(lm.LazyLinear(4, rngs=nnx.Rngs(1)), lm.LazyConv(2, (3, 3), rngs=nnx.Rngs(2))),
+                 rngs=nnx.Rngs(0))
     before = everything(layer)
     with pytest.raises(lm.ShapeInferenceError, match=r"layer_instance\.layers\.1 \(LazyConv\)"):
         layer(x)

@@ -15,27 +15,15 @@ import lazymods as lm
 LOADED: dict[str, tuple[Callable[[nnx.Rngs], Any], Callable[[nnx.Rngs], Any], str]] = {
     "Linear": (lambda r: lm.LazyLinear(16, rngs=r), lambda r: nnx.Linear(4, 16, rngs=r), "in_features=4"),
     "Conv2d": (lambda r: lm.LazyConv2d(8, 3, rngs=r), lambda r: nnx.Conv(5, 8, (3, 3), rngs=r), "in_features=5"),
-    "grouped_Conv2d": (
-        lambda r: lm.LazyConv2d(8, 3, feature_group_count=2, rngs=r),
-        lambda r: nnx.Conv(6, 8, (3, 3), feature_group_count=2, rngs=r),
-        "in_features=6",
-    ),
-    "ConvTranspose2d": (
-        lambda r: lm.LazyConvTranspose2d(8, 3, rngs=r),
-        lambda r: nnx.ConvTranspose(3, 8, (3, 3), rngs=r),
-        "in_features=3",
-    ),
-    "transposed_kernel": (
-        lambda r: lm.LazyConvTranspose2d(8, 3, transpose_kernel=True, rngs=r),
-        lambda r: nnx.ConvTranspose(3, 8, (3, 3), transpose_kernel=True, rngs=r),
-        "in_features=3",
-    ),
+    "grouped_Conv2d": (lambda r: lm.LazyConv2d(8, 3, feature_group_count=2, rngs=r),
+                       lambda r: nnx.Conv(6, 8, (3, 3), feature_group_count=2, rngs=r), "in_features=6"),
+    "ConvTranspose2d": (lambda r: lm.LazyConvTranspose2d(8, 3, rngs=r),
+                        lambda r: nnx.ConvTranspose(3, 8, (3, 3), rngs=r), "in_features=3"),
+    "transposed_kernel": (lambda r: lm.LazyConvTranspose2d(8, 3, transpose_kernel=True, rngs=r),
+                          lambda r: nnx.ConvTranspose(3, 8, (3, 3), transpose_kernel=True, rngs=r), "in_features=3"),
     "BatchNorm2d": (lambda r: lm.LazyBatchNorm2d(rngs=r), lambda r: nnx.BatchNorm(7, rngs=r), "num_features=7"),
-    "GroupNorm": (
-        lambda r: lm.LazyGroupNorm(num_groups=2, rngs=r),
-        lambda r: nnx.GroupNorm(6, num_groups=2, rngs=r),
-        "group_size=3",
-    ),
+    "GroupNorm": (lambda r: lm.LazyGroupNorm(num_groups=2, rngs=r), lambda r: nnx.GroupNorm(6, num_groups=2, rngs=r),
+                  "group_size=3"),
 }
 
 
@@ -105,15 +93,10 @@ def test_report_a6_parameters_made_after_the_optimizer_are_trained(made: str) ->
     assert_same_model(train(model, optimizer), want)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        lambda m: nnx.get_partition_spec(nnx.state(m)),
-        lambda m: nnx.get_named_sharding(nnx.state(m), jax.make_mesh((1,), ("d",))),
-        lambda m: sum(p.nbytes for _, p in nnx.to_flat_state(nnx.state(m))),
-    ],
-    ids=["partition_spec", "named_sharding", "bytes"],
-)
+@pytest.mark.parametrize("plan", [lambda m: nnx.get_partition_spec(nnx.state(m)),
+                                  lambda m: nnx.get_named_sharding(nnx.state(m), jax.make_mesh((1,), ("d",))),
+                                  lambda m: sum(p.nbytes for _, p in nnx.to_flat_state(nnx.state(m)))],
+                         ids=["partition_spec", "named_sharding", "bytes"])
 def test_report_a8_planners_get_an_error_or_the_shapes(plan: Callable[[Any], Any]) -> None:
     model = lazy_mlp()
     with pytest.raises(lm.UninitializedError, match=r"fc1\.(bias|kernel)(.|\n)*lm\.materialize"):

@@ -104,18 +104,8 @@ class Containers(nnx.Module):
 def test_report_b42_every_container_both_ways() -> None:
     model, want = Containers(None, 0), Containers(3, 1)
     sd = lm.state_dict(want)
-    layers = [
-        "list.0",
-        "list.1.0",
-        "dict.a",
-        "dict.b.c",
-        "sequential.layers.0",
-        "plain_list.0",
-        "plain_dict.3",
-        "plain_dict.7",
-        "plain_tuple.0",
-        "plain_tuple.1.d",
-    ]
+    layers = ["list.0", "list.1.0", "dict.a", "dict.b.c", "sequential.layers.0", "plain_list.0", "plain_dict.3",
+              "plain_dict.7", "plain_tuple.0", "plain_tuple.1.d"]
     assert sorted(sd) == sorted(f"{name}.{p}" for name in layers for p in ("kernel", "bias"))
     assert lm.load_state_dict(model, sd) == ([], [], [])
     assert_same_bits(lm.state_dict(model), sd)
@@ -229,11 +219,8 @@ def test_report_b52_a_dry_run_changes_no_statistics_and_no_counters() -> None:
 def test_report_b61_a_deep_stack_at_the_highest_precision() -> None:
     def stack(lazy: bool) -> Any:
         r, n = nnx.Rngs(0), 12
-        make = (
-            (lambda: lm.LazyLinear(8, precision="highest", rngs=r))
-            if lazy
-            else (lambda: nnx.Linear(8, 8, precision="highest", rngs=r))
-        )
+        make = (lambda: lm.LazyLinear(8, precision="highest", rngs=r)) if lazy else (
+            lambda: nnx.Linear(8, 8, precision="highest", rngs=r))
         return nnx.Sequential(*[f for _ in range(n) for f in (make(), jnp.tanh)])
 
     model, want, x = stack(True), stack(False), array(2, 8)

@@ -39,9 +39,8 @@ class Parent(lm.LazyModuleMixin, nnx.Module):
         return self.child(x + self.w[None])
 
 
-@pytest.mark.parametrize(
-    "first", [lambda m, x: m(x), nnx.jit(lambda m, x: m(x)), lm.materialize], ids=["call", "nnx.jit", "materialize"]
-)
+@pytest.mark.parametrize("first", [lambda m, x: m(x), nnx.jit(lambda m, x: m(x)), lm.materialize],
+                         ids=["call", "nnx.jit", "materialize"])
 def test_report_c72_children_made_at_the_first_call_are_saved_and_loaded(first: Callable[[Any, Any], Any]) -> None:
     model, fresh, x = Parent(0), Parent(1), array(2, 3)
     first(model, x)

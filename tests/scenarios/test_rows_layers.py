@@ -43,26 +43,12 @@ SPACE = {1: (7,), 2: (6, 5), 3: (4, 3, 5)}
 
 
 def convolutions() -> list[Case]:
-    rows = {
-        ("Conv", 1): ("24", "25", "26"),
-        ("Conv", 2): ("27", "28", "29"),
-        ("Conv", 3): ("32", "33", "34"),
-        ("ConvTranspose", 1): ("35", "37", "38"),
-        ("ConvTranspose", 2): ("39", "41", "42"),
-        ("ConvTranspose", 3): ("43", "45", "46"),
-    }
+    rows = {("Conv", 1): ("24", "25", "26"), ("Conv", 2): ("27", "28", "29"), ("Conv", 3): ("32", "33", "34"),
+            ("ConvTranspose", 1): ("35", "37", "38"), ("ConvTranspose", 2): ("39", "41", "42"),
+            ("ConvTranspose", 3): ("43", "45", "46")}
     return [
-        Case(
-            f"{kind}{n}d",
-            numbers,
-            getattr(lm, f"Lazy{kind}{n}d"),
-            getattr(nnx, kind),
-            16,
-            (32, (2,) * n),
-            {},
-            (2, *SPACE[n], 16),
-            {"kernel": (*(2,) * n, 16, 32), "bias": (32,)},
-        )
+        Case(f"{kind}{n}d", numbers, getattr(lm, f"Lazy{kind}{n}d"), getattr(nnx, kind), 16, (32, (2,) * n), {},
+             (2, *SPACE[n], 16), {"kernel": (*(2,) * n, 16, 32), "bias": (32,)})
         for (kind, n), numbers in rows.items()
     ]
 
@@ -87,17 +73,8 @@ def norms() -> list[Case]:
     return cases
 
 
-LINEAR = Case(
-    "Linear",
-    ("15_16", "17_18", "19_20"),
-    lm.LazyLinear,
-    nnx.Linear,
-    5,
-    (10,),
-    {},
-    (5, 5),
-    {"kernel": (5, 10), "bias": (10,)},
-)
+LINEAR = Case("Linear", ("15_16", "17_18", "19_20"), lm.LazyLinear, nnx.Linear, 5, (10,), {}, (5, 5),
+              {"kernel": (5, 10), "bias": (10,)})
 CASES = [LINEAR, *convolutions(), *norms()]
 WITH_PARAMETERS = [c for c in CASES if c.shapes]
 
@@ -196,11 +173,8 @@ def test_row_21_loaded_weights_are_not_drawn_again() -> None:
     assert all(a is b for a, b in zip(lm.state_dict(lazy).values(), before.values(), strict=True))
 
 
-@pytest.mark.parametrize(
-    "lazy_cls, cls",
-    [(lm.LazyConv2d, nnx.Conv), (lm.LazyConvTranspose2d, nnx.ConvTranspose)],
-    ids=["row_30-Conv2d", "row_31-ConvTranspose2d"],
-)
+@pytest.mark.parametrize("lazy_cls, cls", [(lm.LazyConv2d, nnx.Conv), (lm.LazyConvTranspose2d, nnx.ConvTranspose)],
+                         ids=["row_30-Conv2d", "row_31-ConvTranspose2d"])
 def test_load_then_forward(lazy_cls: Any, cls: Any) -> None:
     source = cls(3, 16, (3, 3), padding=1 if cls is nnx.Conv else "SAME", rngs=nnx.Rngs(1))
     lazy = lazy_cls(16, 3, padding=source.padding, rngs=nnx.Rngs(0))
@@ -210,11 +184,9 @@ def test_load_then_forward(lazy_cls: Any, cls: Any) -> None:
     assert_same_bits(lazy(x), source(x))
 
 
-@pytest.mark.parametrize(
-    "lazy_cls, rank",
-    [(lm.LazyConvTranspose1d, 1), (lm.LazyConvTranspose2d, 2), (lm.LazyConvTranspose3d, 3)],
-    ids=["row_36", "row_40", "row_44"],
-)
+@pytest.mark.parametrize("lazy_cls, rank", [(lm.LazyConvTranspose1d, 1), (lm.LazyConvTranspose2d, 2),
+                                            (lm.LazyConvTranspose3d, 3)],
+                         ids=["row_36", "row_40", "row_44"])
 def test_transposed_convolution_by_keyword(lazy_cls: Any, rank: int) -> None:
     lazy, x = lazy_cls(4, (2,) * rank, strides=(2,) * rank, rngs=nnx.Rngs(0)), array(1, *(3,) * rank, 2)
     want = nnx.ConvTranspose(2, 4, (2,) * rank, strides=(2,) * rank, rngs=nnx.Rngs(0))
@@ -223,11 +195,8 @@ def test_transposed_convolution_by_keyword(lazy_cls: Any, rank: int) -> None:
 
 
 def test_row_36_further_arguments_of_the_forward_reach_it() -> None:
-    lazy, want, x = (
-        lm.LazyMultiHeadAttention(2, decode=False, rngs=nnx.Rngs(0)),
-        nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0)),
-        array(1, 3, 4),
-    )
+    lazy, want, x = (lm.LazyMultiHeadAttention(2, decode=False, rngs=nnx.Rngs(0)),
+                     nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0)), array(1, 3, 4))
     mask = nnx.make_causal_mask(jnp.ones((1, 3)))
     assert_same_bits(lazy(x, mask=mask, deterministic=True), want(x, mask=mask, deterministic=True))
     assert_same_bits(lm.LazyLinear(2, rngs=nnx.Rngs(0))(x, out_sharding=None), nnx.Linear(4, 2, rngs=nnx.Rngs(0))(x))
@@ -242,11 +211,8 @@ def test_row_54_batch_norm_load_then_evaluate() -> None:
     assert_same_bits(lazy(x), source(x, use_running_average=True))
 
 
-@pytest.mark.parametrize(
-    "lazy_cls, shape",
-    [(lm.LazyBatchNorm1d, (4, 3)), (lm.LazyBatchNorm2d, (4, 5, 6, 3)), (lm.LazyBatchNorm3d, (2, 3, 4, 5, 3))],
-    ids=["1d", "2d", "3d"],
-)
+@pytest.mark.parametrize("lazy_cls, shape", [(lm.LazyBatchNorm1d, (4, 3)), (lm.LazyBatchNorm2d, (4, 5, 6, 3)),
+                                             (lm.LazyBatchNorm3d, (2, 3, 4, 5, 3))], ids=["1d", "2d", "3d"])
 def test_row_63_norms_by_keyword(lazy_cls: Any, shape: tuple[int, ...]) -> None:
     lazy, want, x = lazy_cls(rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)), array(*shape)
     assert_same_bits(lazy(x=x), want(x=x))
@@ -257,26 +223,17 @@ def test_row_68_chained() -> None:
     r = nnx.Rngs(0)
     net = nnx.Sequential(lm.LazyLinear(15, rngs=r), lm.LazyLinear(10, rngs=r))
     net(array(5, 10))
-    assert shapes_of(net) == {
-        "layers.0.kernel": (10, 15),
-        "layers.0.bias": (15,),
-        "layers.1.kernel": (15, 10),
-        "layers.1.bias": (10,),
-    }
+    assert shapes_of(net) == {"layers.0.kernel": (10, 15), "layers.0.bias": (15,),
+                              "layers.1.kernel": (15, 10), "layers.1.bias": (10,)}
 
 
 # ---------------------------------------------------------------- what a layer shows, takes and refuses
 
 
-@pytest.mark.parametrize(
-    "layer, known",
-    [
-        (lm.LazyLinear(4, rngs=nnx.Rngs(0)), "(?, 4)"),
-        (lm.LazyConv2d(4, 3, rngs=nnx.Rngs(0)), "(3, 3, ?, 4)"),
-        (lm.LazyBatchNorm1d(rngs=nnx.Rngs(0)), "(?,)"),
-    ],
-    ids=["Linear", "Conv2d", "BatchNorm1d"],
-)
+@pytest.mark.parametrize("layer, known", [(lm.LazyLinear(4, rngs=nnx.Rngs(0)), "(?, 4)"),
+                                          (lm.LazyConv2d(4, 3, rngs=nnx.Rngs(0)), "(3, 3, ?, 4)"),
+                                          (lm.LazyBatchNorm1d(rngs=nnx.Rngs(0)), "(?,)")],
+                         ids=["Linear", "Conv2d", "BatchNorm1d"])
 def test_row_86_repr_before_the_first_call(layer: Any, known: str) -> None:
     text = repr(layer)
     assert text.startswith(type(layer).__name__) and known in text
@@ -311,42 +268,18 @@ def linear(r: nnx.Rngs) -> Any:
 REFUSED = {
     "row_89-no_axes": Bad(linear, (), "at least 1 axes", (2, 3), lambda r: nnx.Linear(3, 4, rngs=r)),
     "row_90-zero_features": Bad(linear, (2, 0), "in_features=0", (2, 3), lambda r: nnx.Linear(3, 4, rngs=r)),
-    "row_91-zero_channels": Bad(
-        lambda r: lm.LazyConv2d(4, 3, rngs=r),
-        (1, 6, 6, 0),
-        "in_features=0",
-        (1, 6, 6, 2),
-        lambda r: nnx.Conv(2, 4, (3, 3), rngs=r),
-    ),
+    "row_91-zero_channels": Bad(lambda r: lm.LazyConv2d(4, 3, rngs=r), (1, 6, 6, 0), "in_features=0", (1, 6, 6, 2),
+                                lambda r: nnx.Conv(2, 4, (3, 3), rngs=r)),
     "row_92-integers": Bad(linear, (2, 5), "i32[2,5]", (2, 3), lambda r: nnx.Linear(3, 4, rngs=r), jnp.int32),
-    "row_93-rank": Bad(
-        lambda r: lm.LazyBatchNorm2d(rngs=r),
-        (4, 7),
-        "an array of 4 axes",
-        (4, 2, 2, 3),
-        lambda r: nnx.BatchNorm(3, rngs=r),
-    ),
-    "row_95-groups": Bad(
-        lambda r: lm.LazyConv2d(4, 3, feature_group_count=2, rngs=r),
-        (1, 4, 4, 5),
-        "feature_group_count=2 divides, not 5",
-        (1, 4, 4, 6),
-        lambda r: nnx.Conv(6, 4, (3, 3), feature_group_count=2, rngs=r),
-    ),
-    "row_98-rank": Bad(
-        lambda r: lm.LazyConv2d(4, 3, rngs=r),
-        (5, 8),
-        "3 or 4 axes",
-        (1, 4, 4, 6),
-        lambda r: nnx.Conv(6, 4, (3, 3), rngs=r),
-    ),
-    "row_103-unbatched": Bad(
-        lambda r: lm.LazyInstanceNorm1d(rngs=r),
-        (6, 5),
-        "an array of 3 axes",
-        (2, 6, 3),
-        lambda r: nnx.InstanceNorm(3, rngs=r),
-    ),
+    "row_93-rank": Bad(lambda r: lm.LazyBatchNorm2d(rngs=r), (4, 7), "an array of 4 axes", (4, 2, 2, 3),
+                       lambda r: nnx.BatchNorm(3, rngs=r)),
+    "row_95-groups": Bad(lambda r: lm.LazyConv2d(4, 3, feature_group_count=2, rngs=r), (1, 4, 4, 5),
+                         "feature_group_count=2 divides, not 5", (1, 4, 4, 6),
+                         lambda r: nnx.Conv(6, 4, (3, 3), feature_group_count=2, rngs=r)),
+    "row_98-rank": Bad(lambda r: lm.LazyConv2d(4, 3, rngs=r), (5, 8), "3 or 4 axes", (1, 4, 4, 6),
+                       lambda r: nnx.Conv(6, 4, (3, 3), rngs=r)),
+    "row_103-unbatched": Bad(lambda r: lm.LazyInstanceNorm1d(rngs=r), (6, 5), "an array of 3 axes", (2, 6, 3),
+                             lambda r: nnx.InstanceNorm(3, rngs=r)),
 }
 
 
@@ -392,11 +325,9 @@ def test_row_96_groups_that_do_not_divide_the_output() -> None:
             assert lm.is_lazy(layer)
 
 
-@pytest.mark.parametrize(
-    "lazy_cls, shape, rank",
-    [(lm.LazyConv2d, (8, 8, 3), 2), (lm.LazyConv1d, (3, 16, 5), 1), (lm.LazyConv1d, (16, 5), 1)],
-    ids=["row_97-unbatched", "row_99-three_axes_are_a_batch", "row_97-unbatched_1d"],
-)
+@pytest.mark.parametrize("lazy_cls, shape, rank", [(lm.LazyConv2d, (8, 8, 3), 2), (lm.LazyConv1d, (3, 16, 5), 1),
+                                                   (lm.LazyConv1d, (16, 5), 1)],
+                         ids=["row_97-unbatched", "row_99-three_axes_are_a_batch", "row_97-unbatched_1d"])
 def test_convolution_ranks(lazy_cls: Any, shape: tuple[int, ...], rank: int) -> None:
     lazy, want = lazy_cls(4, 3, rngs=nnx.Rngs(0)), nnx.Conv(shape[-1], 4, (3,) * rank, rngs=nnx.Rngs(0))
     x = array(*shape)
@@ -432,12 +363,8 @@ def test_row_102_report_a29_instance_norm_has_flax_s_defaults() -> None:
 
 def test_row_105_loaded_statistics_are_used_and_kept() -> None:
     lazy = lm.LazyBatchNorm1d(use_running_average=True, epsilon=0.0, rngs=nnx.Rngs(0))
-    entries = {
-        "mean": jnp.array([1.0, 2.0]),
-        "var": jnp.array([4.0, 16.0]),
-        "scale": jnp.array([2.0, 4.0]),
-        "bias": jnp.array([0.5, -0.5]),
-    }
+    entries = {"mean": jnp.array([1.0, 2.0]), "var": jnp.array([4.0, 16.0]), "scale": jnp.array([2.0, 4.0]),
+               "bias": jnp.array([0.5, -0.5])}
     lm.load_state_dict(lazy, entries)
     assert_same_bits(lazy(jnp.array([[3.0, 6.0]])), jnp.array([[2.5, 3.5]]))  # (x - mean) / sqrt(var) * scale + bias
     assert_same_bits({k: lm.state_dict(lazy)[k] for k in entries}, entries)

@@ -162,17 +162,10 @@ def test_row_85_an_init_pass_over_a_lazy_model_is_refused() -> None:
 # ---------------------------------------------------------------- optimizers and wrappers
 
 OPTIMIZERS = {
-    "momentum": optax.sgd(0.1, momentum=0.9),
-    "adam": optax.adam(0.1),
-    "adamw": optax.adamw(0.1),
-    "adamax": optax.adamax(0.1),
-    "adadelta": optax.adadelta(0.1),
-    "rprop": optax.rprop(0.1),
-    "rmsprop": optax.rmsprop(0.1),
-    "lbfgs": optax.lbfgs(0.1, linesearch=None),
-    "nadam": optax.nadam(0.1),
-    "radam": optax.radam(0.1),
-    "adagrad": optax.adagrad(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9), "adam": optax.adam(0.1), "adamw": optax.adamw(0.1),
+    "adamax": optax.adamax(0.1), "adadelta": optax.adadelta(0.1), "rprop": optax.rprop(0.1),
+    "rmsprop": optax.rmsprop(0.1), "lbfgs": optax.lbfgs(0.1, linesearch=None), "nadam": optax.nadam(0.1),
+    "radam": optax.radam(0.1), "adagrad": optax.adagrad(0.1),
 }
 
 
@@ -205,11 +198,8 @@ def test_rows_70_and_187_an_optimizer_with_state_is_refused(tx: Any) -> None:
     assert len(lm.uninitialized_paths(model)) == 4
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["WeightNorm", "SpectralNorm"],
-    ids=["rows_71_136-report_a17-WeightNorm", "rows_72_136-report_a17-SpectralNorm"],
-)
+@pytest.mark.parametrize("name", ["WeightNorm", "SpectralNorm"],
+                         ids=["rows_71_136-report_a17-WeightNorm", "rows_72_136-report_a17-SpectralNorm"])
 def test_wrapping_a_lazy_layer(name: str) -> None:
     x = array(2, 3)
     wrong = getattr(nnx, name)(lazy(), rngs=nnx.Rngs(1))
@@ -225,9 +215,7 @@ def test_wrapping_a_lazy_layer(name: str) -> None:
 # ---------------------------------------------------------------- ties and copies
 
 COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "clone": nnx.clone,
-    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "deepcopy": copy.deepcopy, "clone": nnx.clone, "pickle": lambda m: pickle.loads(pickle.dumps(m)),
     "split_merge": lambda m: nnx.merge(*nnx.split(m), copy=True),
 }
 
@@ -277,11 +265,8 @@ def test_row_125_the_same_layer_twice_at_two_widths(use: Callable[..., Any]) -> 
     assert lm.is_lazy(model.layers[0])
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [lm.LazyLinear, lambda out, rngs: lm.LazyBatchNorm(rngs=rngs)],
-    ids=["row_126-report_a2-Linear", "row_127-report_a2-BatchNorm"],
-)
+@pytest.mark.parametrize("kind", [lm.LazyLinear, lambda out, rngs: lm.LazyBatchNorm(rngs=rngs)],
+                         ids=["row_126-report_a2-Linear", "row_127-report_a2-BatchNorm"])
 @pytest.mark.parametrize("copier", COPIES.values(), ids=COPIES)
 def test_the_copy_alone_is_called(copier: Callable[[Any], Any], kind: Any) -> None:
     layer = kind(4, rngs=nnx.Rngs(0))
@@ -349,16 +334,12 @@ def shard_mapped(model: Any, x: jax.Array) -> Any:
     return jax.shard_map(lambda m, x: m(x), mesh=mesh, in_specs=whole, out_specs=whole)(model, x)
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda m, x: jax.vmap(lambda m, x: m(x), in_axes=(None, 0))(m, x),
-        shard_mapped,
-        lambda m, x: export.export(jax.jit(lambda m, x: m(x)))(m, x),
-        lambda m, x: jax.jit(lambda m, x: m(x)).lower(m, x),
-    ],
-    ids=["row_135-vmap", "row_135-shard_map", "row_138-export", "row_138-lower"],
-)
+@pytest.mark.parametrize("transform", [
+    lambda m, x: jax.vmap(lambda m, x: m(x), in_axes=(None, 0))(m, x),
+    shard_mapped,
+    lambda m, x: export.export(jax.jit(lambda m, x: m(x)))(m, x),
+    lambda m, x: jax.jit(lambda m, x: m(x)).lower(m, x),
+], ids=["row_135-vmap", "row_135-shard_map", "row_138-export", "row_138-lower"])
 def test_a_lazy_model_as_argument_is_refused(transform: Callable[[Any, Any], Any]) -> None:
     model, x = lazy_mlp(), array(2, 8)
     with pytest.raises(lm.UninitializedError, match=r"fc1 \(LazyLinear"):
@@ -411,9 +392,8 @@ def test_row_140_report_a34_a_functional_call_leaves_the_model_as_it_is(jit: boo
     assert_same_bits(model(x), plain_mlp()(x))
 
 
-@pytest.mark.parametrize(
-    "use", [lambda m, x: m(x), lm.materialize, lm.infer_shapes], ids=["call", "materialize", "infer_shapes"]
-)
+@pytest.mark.parametrize("use", [lambda m, x: m(x), lm.materialize, lm.infer_shapes],
+                         ids=["call", "materialize", "infer_shapes"])
 @pytest.mark.parametrize("row", ["row_114-loaded", "row_141-called"])
 def test_another_width_afterwards(row: str, use: Callable[..., Any]) -> None:
     model, want = lazy_mlp(), plain_mlp()

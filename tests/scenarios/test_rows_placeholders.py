@@ -99,13 +99,8 @@ def test_compiling_a_lazy_module_says_what_to_do(cls: Any, target: Any) -> None:
 @by_row("13", "14")
 def test_sharing_memory_is_refused(cls: Any, target: Any) -> None:
     slot = Slot(cls).slot
-    for share in (
-        np.from_dlpack,
-        lambda p: p.sharding,
-        lambda p: p.addressable_shards,
-        lambda p: p.devices(),
-        lambda p: p.unsafe_buffer_pointer(),
-    ):
+    for share in (np.from_dlpack, lambda p: p.sharding, lambda p: p.addressable_shards, lambda p: p.devices(),
+                  lambda p: p.unsafe_buffer_pointer()):
         with pytest.raises(lm.UninitializedError, match="uninitialized parameter"):
             share(slot)
 
@@ -214,11 +209,8 @@ def ones_of(p: Any) -> Any:
     return nnx.initializers.ones(jax.random.key(0), p.shape)
 
 
-@pytest.mark.parametrize(
-    "use",
-    [jnp.empty_like, jnp.zeros_like, ones_of],
-    ids=["row_73-empty_like", "row_73-zeros_like", "row_180-init_of_a_partial_shape"],
-)
+@pytest.mark.parametrize("use", [jnp.empty_like, jnp.zeros_like, ones_of],
+                         ids=["row_73-empty_like", "row_73-zeros_like", "row_180-init_of_a_partial_shape"])
 def test_a_partial_shape_is_refused_by_jax(use: Callable[[Any], Any]) -> None:
     with pytest.raises((TypeError, lm.UninitializedError), match=r"None, 10|\?, 10"):
         use(kernel())
@@ -267,15 +259,8 @@ def test_row_173_allowed() -> None:
     assert isinstance(p, nnx.Param) and lm.is_lazy(p) and p
 
 
-DTYPES = {
-    "type": jnp.bfloat16,
-    "name": "bfloat16",
-    "dtype": np.dtype("bfloat16"),
-    "half": "float16",
-    "python": complex,
-    "complex": jnp.complex64,
-    "int8": np.int8,
-}
+DTYPES = {"type": jnp.bfloat16, "name": "bfloat16", "dtype": np.dtype("bfloat16"), "half": "float16", "python": complex,
+          "complex": jnp.complex64, "int8": np.int8}
 
 
 @pytest.mark.parametrize("spelling", DTYPES.values(), ids=DTYPES)
@@ -361,11 +346,8 @@ def test_row_185_an_initializer_that_does_not_pickle_is_named() -> None:
             pickle.dumps(lazy)
 
 
-@pytest.mark.parametrize(
-    "copier",
-    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), nnx.clone],
-    ids=["row_184-deepcopy", "row_185-pickle", "row_184-clone"],
-)
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), nnx.clone],
+                         ids=["row_184-deepcopy", "row_185-pickle", "row_184-clone"])
 def test_copies_keep_ties(copier: Callable[[Any], Any]) -> None:
     p = lm.UninitializedParameter((None,))
     twin = copier(nnx.List([p, nnx.List([p])]))
@@ -389,10 +371,7 @@ def test_row_188_one_object_in_two_modules_is_one_slot() -> None:
     assert len(nnx.to_flat_state(nnx.state(both, nnx.Param))) == 1
 
 
-@pytest.mark.parametrize(
-    "error, builtin",
-    [(lm.UninitializedError, RuntimeError), (lm.ShapeInferenceError, ValueError), (lm.StateDictError, RuntimeError)],
-    ids=lambda e: e.__name__,
-)
+@pytest.mark.parametrize("error, builtin", [(lm.UninitializedError, RuntimeError), (lm.ShapeInferenceError, ValueError),
+                                            (lm.StateDictError, RuntimeError)], ids=lambda e: e.__name__)
 def test_row_189_kinds_of_errors(error: type[Exception], builtin: type[Exception]) -> None:
     assert issubclass(error, lm.LazyError) and issubclass(error, builtin)

@@ -39,11 +39,8 @@ class Bias(lm.LazyModuleMixin, nnx.Module):
         return x + self.b[None]
 
 
-@pytest.mark.parametrize(
-    "run",
-    [lambda m, x: m(x), nnx.jit(lambda m, x: m(x)), nnx.remat(lambda m, x: m(x))],
-    ids=["python", "nnx.jit", "nnx.remat"],
-)
+@pytest.mark.parametrize("run", [lambda m, x: m(x), nnx.jit(lambda m, x: m(x)), nnx.remat(lambda m, x: m(x))],
+                         ids=["python", "nnx.jit", "nnx.remat"])
 def test_row_191_a_slot_is_a_variable_from_the_start(run: Callable[[Any, Any], Any]) -> None:
     layer = Bias()
     assert_same_bits(run(layer, X), X + 1.0)
@@ -55,15 +52,12 @@ def pure(model: Any, x: jax.Array) -> Any:
     return jax.jit(lambda s, x: nnx.merge(graphdef, s)(x))(state, x)
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(lambda m, x: jax.jit(lambda m, x: m(x))(m, x), id="row_192-report_b48-jax.jit"),
-        pytest.param(pure, id="row_192-report_b48-split_merge"),
-        pytest.param(lambda m, x: nnx.grad(lambda m: m(x).sum())(m), id="row_195-report_a19-nnx.grad"),
-        pytest.param(lambda m, x: nnx.value_and_grad(lambda m: m(x).sum())(m), id="row_195-report_a19-value_and_grad"),
-    ],
-)
+@pytest.mark.parametrize("run", [
+    pytest.param(lambda m, x: jax.jit(lambda m, x: m(x))(m, x), id="row_192-report_b48-jax.jit"),
+    pytest.param(pure, id="row_192-report_b48-split_merge"),
+    pytest.param(lambda m, x: nnx.grad(lambda m: m(x).sum())(m), id="row_195-report_a19-nnx.grad"),
+    pytest.param(lambda m, x: nnx.value_and_grad(lambda m: m(x).sum())(m), id="row_195-report_a19-value_and_grad"),
+])
 def test_where_parameters_would_be_lost_the_call_is_refused(run: Callable[[Any, Any], Any]) -> None:
     model = lazy_mlp()
     with pytest.raises(lm.UninitializedError) as error:
@@ -124,15 +118,9 @@ def test_as_argument_it_is_traced_at_most_twice(wrap: Callable[[Any], Any]) -> N
     assert len(traces) == seen
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        lambda m: lm.materialize(m, spec(2, 8)),
-        lambda m: m(X),
-        lambda m: lm.load_state_dict(m, lm.state_dict(plain_mlp())),
-    ],
-    ids=["materialize", "call", "load"],
-)
+@pytest.mark.parametrize("first", [lambda m: lm.materialize(m, spec(2, 8)), lambda m: m(X),
+                                   lambda m: lm.load_state_dict(m, lm.state_dict(plain_mlp()))],
+                         ids=["materialize", "call", "load"])
 def test_row_202_report_a13_made_ready_first_it_is_traced_once(first: Callable[[Any], Any]) -> None:
     traces: list[str] = []
 
@@ -207,9 +195,8 @@ def tied() -> Any:
     return pair
 
 
-@pytest.mark.parametrize(
-    "copier", [lambda m: m, lambda m: nnx.merge(*nnx.split(m)), nnx.clone], ids=["itself", "merge", "clone"]
-)
+@pytest.mark.parametrize("copier", [lambda m: m, lambda m: nnx.merge(*nnx.split(m)), nnx.clone],
+                         ids=["itself", "merge", "clone"])
 def test_rows_199_200_a_tied_slot_is_one_entry_and_one_value(copier: Callable[[Any], Any]) -> None:
     pair = copier(tied())
     assert len(nnx.to_flat_state(nnx.state(pair))) == 3
@@ -258,16 +245,9 @@ def test_row_204_layouts_are_flax_s() -> None:
     np.testing.assert_allclose(transposed(x), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda r: lm.LazyLinear(4, rngs=r),
-        lambda r: lm.LazyLinearGeneral(4, rngs=r),
-        lambda r: lm.LazyConv(4, (3,), rngs=r),
-        lambda r: lm.LazySimpleCell(4, rngs=r),
-    ],
-    ids=["Linear", "LinearGeneral", "Conv", "SimpleCell"],
-)
+@pytest.mark.parametrize("make", [lambda r: lm.LazyLinear(4, rngs=r), lambda r: lm.LazyLinearGeneral(4, rngs=r),
+                                  lambda r: lm.LazyConv(4, (3,), rngs=r), lambda r: lm.LazySimpleCell(4, rngs=r)],
+                         ids=["Linear", "LinearGeneral", "Conv", "SimpleCell"])
 def test_row_205_zero_width_is_a_clear_error(make: Callable[[nnx.Rngs], Any]) -> None:
     layer = make(nnx.Rngs(0))
     args = (jnp.zeros((2, 4)), jnp.ones((2, 0))) if isinstance(layer, lm.LazySimpleCell) else (jnp.ones((2, 5, 0)),)
@@ -276,14 +256,9 @@ def test_row_205_zero_width_is_a_clear_error(make: Callable[[nnx.Rngs], Any]) ->
     assert isinstance(error.value, lm.ShapeInferenceError) and lm.is_lazy(layer)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: lm.LazyLinear(4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)),
-        lambda: nnx.Linear(3, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)),
-    ],
-    ids=["lazy", "ready"],
-)
+@pytest.mark.parametrize("make", [lambda: lm.LazyLinear(4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)),
+                                  lambda: nnx.Linear(3, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))],
+                         ids=["lazy", "ready"])
 def test_row_206_report_b65_bfloat16_through_numpy(make: Callable[[], Any]) -> None:
     want = nnx.Linear(3, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(7))
     as_numpy = {k: np.asarray(v) for k, v in lm.state_dict(want).items()}
@@ -293,15 +268,9 @@ def test_row_206_report_b65_bfloat16_through_numpy(make: Callable[[], Any]) -> N
     assert_same_model(layer, want)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: lm.UninitializedParameter((None,), dtype=jnp.int32),
-        lm.UninitializedParameter,
-        lambda: nnx.Param(jnp.zeros(2, jnp.int32)),
-    ],
-    ids=["int32", "any_dtype", "ready"],
-)
+@pytest.mark.parametrize("make", [lambda: lm.UninitializedParameter((None,), dtype=jnp.int32),
+                                  lm.UninitializedParameter, lambda: nnx.Param(jnp.zeros(2, jnp.int32))],
+                         ids=["int32", "any_dtype", "ready"])
 def test_row_207_integers_that_do_not_fit_are_refused(make: Callable[[], Any]) -> None:
     model = nnx.Dict({"count": make()})
     with pytest.raises(lm.StateDictError, match="count"):

@@ -120,13 +120,8 @@ def test_row_116_values_are_cast_to_the_layer_s_dtype(own: Any, given: Any) -> N
 
 
 BAD_VALUES = {
-    "none": None,
-    "text": "weights",
-    "nested_list": [[1.0, 2.0]],
-    "object_array": np.array([[None]]),
-    "text_array": np.array([["a"]]),
-    "module": plain(),
-    "key": jax.random.key(0),
+    "none": None, "text": "weights", "nested_list": [[1.0, 2.0]], "object_array": np.array([[None]]),
+    "text_array": np.array([["a"]]), "module": plain(), "key": jax.random.key(0),
 }
 
 
@@ -213,16 +208,8 @@ def test_row_165_state_dict_post_hook() -> None:
 def test_rows_166_and_168_load_pre_hooks_see_their_own_part() -> None:
     model, seen = lazy_mlp(), []
 
-    def look(
-        module: Any,
-        sd: Any,
-        prefix: str,
-        metadata: Any,
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
+    def look(module: Any, sd: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], unexpected: list[str],
+             errors: list[str]) -> None:
         seen.append((prefix, sorted(sd), strict))
 
     for module in (model, model.fc2):
@@ -258,14 +245,8 @@ def test_row_167_load_post_hooks_decide_what_is_missing() -> None:
     assert_same_bits(raw(model.fc2.bias), jnp.zeros(4))  # initialized: its size follows from the kernel
 
 
-@pytest.mark.parametrize(
-    "hook, error",
-    [
-        (lambda module, keys: keys.missing.append("another"), lm.StateDictError),
-        (lambda module, keys: keys, RuntimeError),
-    ],
-    ids=["adds", "returns"],
-)
+@pytest.mark.parametrize("hook, error", [(lambda module, keys: keys.missing.append("another"), lm.StateDictError),
+                                         (lambda module, keys: keys, RuntimeError)], ids=["adds", "returns"])
 def test_row_167_a_post_hook_that_refuses_leaves_the_model_as_it_was(hook: Any, error: Any) -> None:
     model = lazy_mlp()
     lm.register_load_state_dict_post_hook(model, hook)
@@ -351,17 +332,15 @@ def clash() -> Any:
     return nnx.Dict({"a.b": nnx.Param(ones(2)), "a": nnx.Dict({"b": nnx.Param(jnp.zeros(2))})})
 
 
-@pytest.mark.parametrize(
-    "use", [lm.state_dict, lambda m: lm.load_state_dict(m, {"a.b": ones(2)})], ids=["save", "load"]
-)
+@pytest.mark.parametrize("use", [lm.state_dict, lambda m: lm.load_state_dict(m, {"a.b": ones(2)})],
+                         ids=["save", "load"])
 def test_row_151_two_entries_of_one_name_are_an_error(use: Callable[[Any], Any]) -> None:
     with pytest.raises(lm.LazyError, match=r"a\.b"):
         use(clash())
 
 
-@pytest.mark.parametrize(
-    "wrong", [[("kernel", 1)], None, "kernel", {0: ones(2)}], ids=["pairs", "none", "text", "int_key"]
-)
+@pytest.mark.parametrize("wrong", [[("kernel", 1)], None, "kernel", {0: ones(2)}],
+                         ids=["pairs", "none", "text", "int_key"])
 def test_row_152_what_is_no_mapping_from_names(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"mapping from names|dotted strings"):
         lm.load_state_dict(lazy(), wrong)
@@ -370,12 +349,8 @@ def test_row_152_what_is_no_mapping_from_names(wrong: Any) -> None:
 def test_rows_153_and_156_everything_that_is_wrong_at_once() -> None:
     model = plain_mlp()
     before = lm.state_dict(model)
-    entries = {
-        "fc1.kernel": ones(9, 9),
-        "zzz": ones(1),
-        "fc2.kernel": ones(16, 4),
-        "fc1.bias": ones(16, dtype=jnp.complex64),
-    }
+    entries = {"fc1.kernel": ones(9, 9), "zzz": ones(1), "fc2.kernel": ones(16, 4),
+               "fc1.bias": ones(16, dtype=jnp.complex64)}
     with pytest.raises(lm.StateDictError) as error:
         lm.load_state_dict(model, entries)
     heading, *rest = str(error.value).splitlines()
@@ -439,9 +414,8 @@ def tied(first: Any, second: Any) -> Any:
     return nnx.List([first, second])
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: tied(lazy(3), lazy(3)), lambda: tied(plain(3, 3), plain(3, 3))], ids=["lazy", "ready"]
-)
+@pytest.mark.parametrize("make", [lambda: tied(lazy(3), lazy(3)), lambda: tied(plain(3, 3), plain(3, 3))],
+                         ids=["lazy", "ready"])
 def test_rows_117_and_162_a_load_writes_into_the_variables(make: Callable[[], Any]) -> None:
     model, want = make(), tied(plain(3, 3, seed=4), plain(3, 3, seed=5))
     kernel = model[0].kernel
@@ -454,9 +428,8 @@ def test_rows_117_and_162_a_load_writes_into_the_variables(make: Callable[[], An
     assert_same_bits(kernel[...], want[0].kernel[...] - 1.0)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: tied(lazy(3), lazy(3)), lambda: tied(plain(3, 3), plain(3, 3))], ids=["lazy", "ready"]
-)
+@pytest.mark.parametrize("make", [lambda: tied(lazy(3), lazy(3)), lambda: tied(plain(3, 3), plain(3, 3))],
+                         ids=["lazy", "ready"])
 def test_row_163_tied_entries_that_differ(make: Callable[[], Any]) -> None:
     model, entries = make(), lm.state_dict(tied(plain(3, 3, seed=4), plain(3, 3, seed=5)))
     before = lm.state_dict(model)

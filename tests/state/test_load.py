@@ -187,8 +187,7 @@ def test_not_strict_lists_missing_and_unexpected() -> None:
     assert result.missing == result.missing_keys == ["fc1.bias", "fc2.bias"]
     assert result.unexpected == result.unexpected_keys == ["zzz", "fc1.kernel.extra"] and result.mismatched == []
     assert repr(result) == (
-        "LoadResult(missing=['fc1.bias', 'fc2.bias'], unexpected=['zzz', 'fc1.kernel.extra'], mismatched=[])"
-    )
+        "LoadResult(missing=['fc1.bias', 'fc2.bias'], unexpected=['zzz', 'fc1.kernel.extra'], mismatched=[])")
     assert_same_bits(model.fc1.kernel.get_value(), other.fc1.kernel.get_value())
     assert_same_bits(lm.state_dict(model)["fc2.bias"], lm.state_dict(plain_mlp())["fc2.bias"])
 
@@ -238,16 +237,12 @@ def test_entries_of_one_layer_must_agree_on_its_sizes() -> None:
     assert norm.num_features == 3
 
 
-@pytest.mark.parametrize(
-    "bad, error, match",
-    [
-        ([1], TypeError, "a state dict is a mapping from names to arrays, got list"),
-        (None, TypeError, "got NoneType"),
-        ({1: jnp.ones(1)}, TypeError, "names are dotted strings, got 1 of type int"),
-        ({("fc1", "kernel"): 1}, TypeError, "of type tuple"),
-    ],
-    ids=["list", "none", "int-key", "tuple-key"],
-)
+@pytest.mark.parametrize("bad, error, match", [
+    ([1], TypeError, "a state dict is a mapping from names to arrays, got list"),
+    (None, TypeError, "got NoneType"),
+    ({1: jnp.ones(1)}, TypeError, "names are dotted strings, got 1 of type int"),
+    ({("fc1", "kernel"): 1}, TypeError, "of type tuple"),
+], ids=["list", "none", "int-key", "tuple-key"])
 def test_what_is_no_state_dict(bad: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         load(plain_mlp(), bad)
@@ -317,26 +312,13 @@ def test_values_of_every_kind() -> None:
             self.count = nnx.Variable(0)
 
     model = Holds()
-    load(
-        model,
-        {
-            "tree.x": np.ones(2),
-            "tree.y.0": 5,
-            "tree.y.1.0": jnp.zeros(3),
-            "raw": jnp.ones(2),
-            "numpy": jnp.ones(2),
-            "pair.0": jnp.zeros(1),
-            "pair.1.k.w": jnp.zeros(2),
-            "count": 7,
-        },
-    )
+    load(model, {"tree.x": np.ones(2), "tree.y.0": 5, "tree.y.1.0": jnp.zeros(3), "raw": jnp.ones(2),
+                 "numpy": jnp.ones(2), "pair.0": jnp.zeros(1), "pair.1.k.w": jnp.zeros(2), "count": 7})
     tree: Any = model.tree.get_value()
     assert_same_bits(tree["x"], jnp.ones(2))
     assert int(tree["y"][0]) == 5 and type(tree["y"][1]) is tuple
-    assert_same_bits(
-        [tree["y"][1][0], model.raw, model.pair[0], model.pair[1]["k", "w"]],
-        [jnp.zeros(3), jnp.ones(2), jnp.zeros(1), jnp.zeros(2)],
-    )
+    assert_same_bits([tree["y"][1][0], model.raw, model.pair[0], model.pair[1]["k", "w"]],
+                     [jnp.zeros(3), jnp.ones(2), jnp.zeros(1), jnp.zeros(2)])
     assert type(model.numpy) is np.ndarray and model.numpy.tolist() == [1.0, 1.0]
     assert int(model.count.get_value()) == 7
 
@@ -429,15 +411,9 @@ def test_shapes_alone_are_no_values() -> None:
 
 
 @pytest.mark.parametrize("traced", [True, False], ids=["traced", "numpy"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: linear(lazy=True),
-        lambda: linear(),
-        lambda: nnx.Dict(kernel=nnx.data(jnp.zeros((3, 4))), bias=nnx.data(jnp.ones(4))),
-    ],
-    ids=["lazy", "ready", "raw"],
-)
+@pytest.mark.parametrize("make", [lambda: linear(lazy=True), lambda: linear(),
+                                  lambda: nnx.Dict(kernel=nnx.data(jnp.zeros((3, 4))), bias=nnx.data(jnp.ones(4)))],
+                         ids=["lazy", "ready", "raw"])
 def test_no_tracer_is_stored_by_a_load_inside_a_transform(make: Callable[[], Any], traced: bool) -> None:
     model = make()
     given = {"kernel": np.ones((3, 4), np.float32), "bias": np.zeros(4, np.float32)}

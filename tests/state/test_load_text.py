@@ -96,12 +96,8 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         linear,
         entries(kernel=jnp.ones((3, 4), jnp.complex64)),
         f"{heading('Linear')}\n"
-        + part(
-            "kernel (Param)",
-            "c64[3,4]",
-            "a real array, for c64[3,4] would lose its imaginary part",
-            "kernel in a dtype that casts to float32",
-        ),
+        + part("kernel (Param)", "c64[3,4]", "a real array, for c64[3,4] would lose its imaginary part",
+               "kernel in a dtype that casts to float32"),
     ),
     "range": (
         lambda: nnx.Dict(n=nnx.Param(jnp.zeros(2, jnp.int8))),
@@ -119,59 +115,36 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         tied,
         {"0.kernel": jnp.ones((3, 4)), "1.kernel": jnp.zeros((3, 4)), "0.bias": jnp.ones(4), "1.bias": jnp.ones(4)},
         f"{heading('List')}\n"
-        + part(
-            "1.kernel (Param)",
-            "another value than 0.kernel, to which it is tied in the model",
-            "one value for what is one parameter",
-            "equal entries, or only 0.kernel",
-        ),
+        + part("1.kernel (Param)", "another value than 0.kernel, to which it is tied in the model",
+               "one value for what is one parameter", "equal entries, or only 0.kernel"),
     ),
     "missing-and-unexpected": (
         linear,
         {"kernel": jnp.ones((3, 4)), "weight": jnp.ones(1)},
         f"{heading('Linear')}\n"
-        + part(
-            "bias",
-            "no entry in the state dict",
-            "an entry for each parameter of the model",
-            "an entry for it: lm.state_dict, or a checkpoint, of a model like this one",
-        )
+        + part("bias", "no entry in the state dict", "an entry for each parameter of the model",
+               "an entry for it: lm.state_dict, or a checkpoint, of a model like this one")
         + "\n"
-        + part(
-            "weight",
-            "f32[1], an entry that the model has no parameter for",
-            "only entries of the model",
-            "strict=False to leave it out",
-        ),
+        + part("weight", "f32[1], an entry that the model has no parameter for", "only entries of the model",
+               "strict=False to leave it out"),
     ),
     "uninitialized": (
         linear,
         lm.state_dict(linear(lazy=True)),
         f"{heading('Linear')}\n"
-        + part(
-            "bias (Param)",
-            "an uninitialized entry of shape (4,)",
-            "a value: the model's parameter has one, f32[4]",
-            "lm.materialize(other, x) before lm.state_dict(other)",
-        )
+        + part("bias (Param)", "an uninitialized entry of shape (4,)",
+               "a value: the model's parameter has one, f32[4]", "lm.materialize(other, x) before lm.state_dict(other)")
         + "\n"
-        + part(
-            "kernel (Param)",
-            "an uninitialized entry of shape (?, 4)",
-            "a value: the model's parameter has one, f32[3,4]",
-            "lm.materialize(other, x) before lm.state_dict(other)",
-        ),
+        + part("kernel (Param)", "an uninitialized entry of shape (?, 4)",
+               "a value: the model's parameter has one, f32[3,4]",
+               "lm.materialize(other, x) before lm.state_dict(other)"),
     ),
     "uninitialized-of-unknown-rank": (
         lambda: nnx.Dict(w=nnx.Param(jnp.ones(2))),
         {"w": lm.UninitializedParameter()},
         f"{heading('Dict')}\n"
-        + part(
-            "w (Param)",
-            "an uninitialized entry of shape ?",
-            "a value: the model's parameter has one, f32[2]",
-            "lm.materialize(other, x) before lm.state_dict(other)",
-        ),
+        + part("w (Param)", "an uninitialized entry of shape ?", "a value: the model's parameter has one, f32[2]",
+               "lm.materialize(other, x) before lm.state_dict(other)"),
     ),
     "sizes-disagree": (
         lambda: nnx.Dict(norm=lm.LazyLayerNorm(rngs=nnx.Rngs(0))),
@@ -188,12 +161,8 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         lambda: lm.LazyGroupNorm(num_groups=4, rngs=nnx.Rngs(0)),
         {"scale": jnp.ones(6), "bias": jnp.ones(6)},
         f"{heading('LazyGroupNorm')}\n"
-        + part(
-            "LazyGroupNorm",
-            "num_features=6, which GroupNorm refuses: Number of groups (4) does not divide the number of channels (6).",
-            AGREE,
-            SAME_LAYER,
-        ),
+        + part("LazyGroupNorm", "num_features=6, which GroupNorm refuses: Number of groups (4) does not divide the "
+               "number of channels (6).", AGREE, SAME_LAYER),
     ),
     "assertion": (
         lambda: lm.lazy(Even, infer=lambda config, x: {"n": x.shape[-1]})(rngs=nnx.Rngs(0)),
@@ -216,12 +185,8 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
         {"rngs.key": np.zeros(2, np.uint32), "rngs.key.impl": np.frombuffer(b"rbg", np.uint8)},
         f"{heading('Dropout')}\n"
-        + part(
-            "rngs.key (RngKey)",
-            "u32[2] of a rbg key",
-            "the data of a threefry2x32 key, uint32",
-            "lm.state_dict(model, include_rng=True)",
-        ),
+        + part("rngs.key (RngKey)", "u32[2] of a rbg key", "the data of a threefry2x32 key, uint32",
+               "lm.state_dict(model, include_rng=True)"),
     ),
     "key-shape": (
         lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),

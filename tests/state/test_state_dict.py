@@ -52,17 +52,10 @@ def test_names_of_every_kind_of_container() -> None:
         tuple=nnx.data((nnx.Param(jnp.ones(1)), [nnx.Param(jnp.ones(1))])),
     )
     assert list(lm.state_dict(model)) == [
-        "blocks.0.fc.kernel",
-        "blocks.0.fc.bias",
-        "blocks.1.kernel",
-        "blocks.1.bias",
-        "seq.layers.0.kernel",
-        "seq.layers.0.bias",
-        "norm.layer_instance.kernel",
-        "norm.batch_stats.kernel.u",
-        "norm.batch_stats.kernel.sigma",
-        "tuple.0",
-        "tuple.1.0",
+        "blocks.0.fc.kernel", "blocks.0.fc.bias", "blocks.1.kernel", "blocks.1.bias",
+        "seq.layers.0.kernel", "seq.layers.0.bias",
+        "norm.layer_instance.kernel", "norm.batch_stats.kernel.u", "norm.batch_stats.kernel.sigma",
+        "tuple.0", "tuple.1.0",
     ]
 
 
@@ -121,9 +114,8 @@ def test_placeholders_appear_as_themselves() -> None:
     assert sd["fc1.kernel"] is model.fc1.kernel.get_value()
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: lm.LazyLinear(2, rngs=nnx.Rngs(0)), lambda: linear(2, 2)], ids=["lazy", "ready"]
-)
+@pytest.mark.parametrize("make", [lambda: lm.LazyLinear(2, rngs=nnx.Rngs(0)), lambda: linear(2, 2)],
+                         ids=["lazy", "ready"])
 def test_what_is_tied_appears_under_each_name(make: Callable[[], Any]) -> None:
     one, two = make(), make()
     two.kernel = one.kernel

@@ -37,9 +37,8 @@ def test_casts_to_the_dtype_of_the_parameter(lazy: bool, param: str, given: str)
     assert_same_bits(model.w.get_value(), jnp.array([0, 1, 1, 0]).astype(param))
 
 
-@pytest.mark.parametrize(
-    "param, given", [("bfloat16", "float32"), ("float16", "float32"), ("float16", "bfloat16"), ("float32", "float64")]
-)
+@pytest.mark.parametrize("param, given", [("bfloat16", "float32"), ("float16", "float32"), ("float16", "bfloat16"),
+                                          ("float32", "float64")])
 @ready_or_lazy
 def test_rounding_is_that_of_numpy(lazy: bool, param: str, given: str) -> None:
     values = np.random.default_rng(0).standard_normal(100).astype(jnp.dtype(given))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -101,20 +102,20 @@ def _tensor(path: Path, data: Array, name: str, header: _Header, entry: Entry, s
     if entry.size - header.begin != wanted:
         got = f"{entry.size - header.begin:,} bytes"
         raise refuse(path, got, f"{wanted:,} bytes for {dtype.name}{list(header.shape)}", tensor=name)
-    native = dtype.newbyteorder("=")
+    native = dtype if dtype.isnative else dtype.newbyteorder("=")
+    return StoredTensor(name, header.shape, native, path, partial(_read, path, data, entry, header, dtype))
 
-    def read() -> Array:
-        raw = read_entry(path, data, entry)
-        is_mapped = (raw.ctypes.data + header.begin) % ALIGNMENT == 0 and dtype == native and header.order == "C"
-        if not entry.compressed and not is_mapped:  # it will be copied, so every byte of it is read anyway
-            check_sum(path, data, entry)
-        array = view(raw, header.begin, header.shape, dtype, header.order)
-        if dtype != native:
-            array = array.astype(native)
-        array.flags.writeable = False
-        return array
 
-    return StoredTensor(name, header.shape, native, path, read)
+def _read(path: Path, data: Array, entry: Entry, header: _Header, dtype: np.dtype[Any]) -> Array:
+    raw = read_entry(path, data, entry)
+    is_mapped = (raw.ctypes.data + header.begin) % ALIGNMENT == 0 and dtype.isnative and header.order == "C"
+    if not entry.compressed and not is_mapped:  # it will be copied, so every byte of it is read anyway
+        check_sum(path, data, entry)
+    array = view(raw, header.begin, header.shape, dtype, header.order)
+    if not dtype.isnative:
+        array = array.astype(dtype.newbyteorder("="))
+    array.flags.writeable = False
+    return array
 
 
 # ---------------------------------------------------------------- headers

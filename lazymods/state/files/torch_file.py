@@ -10,6 +10,7 @@ from __future__ import annotations
 import tarfile
 import warnings
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +283,7 @@ class _Flattened:
         if not possible(tuple(tensor.shape), dtype):
             got = f"shape {printable(str(tuple(tensor.shape)))}"
             raise refuse(self.path, got, "a shape that an array can have", tensor=name)
-        return StoredTensor(name, tuple(tensor.shape), dtype, self.path, lambda: _as_array(torch, tensor, dtype))
+        return StoredTensor(name, tuple(tensor.shape), dtype, self.path, partial(_as_array, torch, tensor, dtype))
 
 
 def _as_array(torch: Any, tensor: Any, dtype: np.dtype[Any]) -> Array:

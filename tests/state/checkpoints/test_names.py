@@ -116,6 +116,39 @@ def test_a_model_that_has_the_prefix_keeps_it(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- rename
 
 
+class Wrapped(nnx.Module):
+    """A model with a child that is called as a wrapper is, and a head beside it."""
+
+    def __init__(self, child: str) -> None:
+        rngs = nnx.Rngs(0)
+        setattr(self, child, nnx.Dict(fc=lm.LazyLinear(4, rngs=rngs)))
+        self.head = lm.LazyLinear(4, rngs=rngs)
+
+
+@pytest.mark.parametrize("child", ["model", "module", "_orig_mod"])
+@pytest.mark.parametrize("prefix", ["", "{}.", "module._orig_mod.{}."])
+def test_a_child_that_is_called_as_a_wrapper(tmp_path: Path, child: str, prefix: str) -> None:
+    values = {
+        f"{child}.fc.kernel": KERNEL,
+        f"{child}.fc.bias": BIAS,
+        "head.kernel": KERNEL[:, :4] + 1,
+        "head.bias": BIAS + 1,
+    }
+    model = Wrapped(child)
+    lm.load(model, write(tmp_path, {prefix.format(child) + name: value for name, value in values.items()}))
+    assert_holds(model, values)
+
+
+def test_one_wrapper_or_two_is_no_doubt(tmp_path: Path) -> None:
+    """Where the names lead as far with the prefix as without it, they are taken as they are."""
+    rngs = nnx.Rngs(0)
+    model = nnx.Dict(model=nnx.Dict(model=nnx.Dict(fc=lm.LazyLinear(4, rngs=rngs)), fc=lm.LazyLinear(4, rngs=rngs)))
+    values = {"model.model.fc.kernel": KERNEL, "model.model.fc.bias": BIAS}
+    result = lm.load(model, write(tmp_path, values), strict=False)
+    assert set(result.matched) == set(values)
+    assert lm.is_lazy(model["model"]["fc"]) and not lm.is_lazy(model["model"]["model"]["fc"])
+
+
 @pytest.mark.parametrize(
     "rename",
     [
