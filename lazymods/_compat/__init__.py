@@ -69,8 +69,9 @@ _FUNCTIONS = {
     "equations": "bind_equation",
     "fast_traces": "at_trace current_trace executing",
     "initializers": "is_jax_initializer kept_when_compiled with_modules",
-    "objects": "NODES STATE check_without data_names declared_names forget_data_name inherit_data_names is_pytree laid_out_as "
-    "mapping_of_names new_object new_state put_in_front set_attributes set_class set_data_names share_data_names",
+    "objects": "NODES STATE check_without data_names declared_names forget_data_name inherit_data_names is_pytree "
+    "laid_out_as mapping_of_names new_object new_state put_in_front set_attributes set_class set_data_names "
+    "share_data_names",
     "placing": "device_put put",
     "traces": "are_concrete asked_for_gradient counted dtype_of eval_trace home_trace is_tracer plain_device "
     "threefry_dtype weak",

@@ -146,7 +146,7 @@ def test_an_array_is_data_of_an_object() -> None:
         held: Any = Held(jnp.array(3.0))
         held.renew()
         with pytest.raises(ValueError, match="annotated with nnx"):
-            held.z = nnx.static(jnp.ones(2))
+            held.z = nnx.static(jnp.ones(2))  # type: ignore[attr-defined]
         return [float(v) for v in jax.tree.leaves(held)], sorted(
             str(path) for path, _ in nnx.to_flat_state(nnx.state(held))
         )
