@@ -87,6 +87,10 @@ def seen(x):
     where = sorted((s.device.id, str(s.index)) for s in x.addressable_shards)
     return np.asarray(x).tolist(), where, x.committed, x.sharding.is_fully_replicated
 
+def same(got, want):  # to rounding: operations of one program are fused
+    pairs = zip(got, want, strict=True)
+    return all(a[1:] == b[1:] and np.allclose(a[0], b[0], rtol=1e-6, atol=1e-7) for a, b in pairs)
+
 SCENES = (
     *(on_two_devices, spread_and_not, moved, made_there, jitted, constrained),
     *(mapped, parameters, of_numpy, by_default),
@@ -99,9 +103,9 @@ for scene in SCENES:
     with lm.lazytensor.lazy():
         out = scene()
         lm.lazytensor.mark_step()
-    assert inside == want, (scene, inside, want)
+    assert same(inside, want), (scene, inside, want)
     after = [seen(x) for x in out]
-    assert after == want, (scene, after, want)
+    assert same(after, want), (scene, after, want)
 
 with lm.lazytensor.lazy():
     a, b = jax.device_put(jnp.ones(4), devices[0]) * 2, jax.device_put(jnp.ones(4), devices[1]) * 3
