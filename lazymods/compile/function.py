@@ -470,9 +470,9 @@ def jit(
 
     The function is traced on copies: what fails changes nothing, and other threads may use the model meanwhile.
 
-    Dicts and lists among the arguments are the caller's: the order of their keys counts, and what the function writes to
-    them is written. Other pytrees, such as a dataclass that JAX knows, can't be written to, nor can a container that is
-    among the arguments in several places.
+    Dicts and lists among the arguments are the caller's: the order of their keys counts, and what the function writes
+    to them is written. Other pytrees, such as a dataclass that JAX knows, can't be written to, nor can a container that
+    is among the arguments in several places.
 
     Numbers and texts that the function closes over by themselves are constants, as for ``jax.jit``; those in an
     object that holds a model, such as ``self.rate`` next to ``self.model``, are seen to change if the function reads
