@@ -454,6 +454,10 @@ def jit(
 
     The function is traced on copies: what fails changes nothing, and other threads may use the model meanwhile.
 
+    Dicts and lists among the arguments are the caller's: the order of their keys counts, and what the function writes
+    to them is written. Other pytrees, such as a dataclass that JAX knows, can't be written to, nor can a container that
+    is among the arguments in several places.
+
     Numbers and texts that the function closes over by themselves are constants, as for ``jax.jit``; those in an
     object that holds a model, such as ``self.rate`` next to ``self.model``, are seen to change if the function reads
     them.
@@ -475,7 +479,8 @@ def jit(
     Raises:
         ConfigurationError: If ``static_argnames`` names no parameter.
         ValueError: If ``max_paths`` is less than 1.
-        LazyError: At a call, with ``check``: the first difference from plain Python, by path.
+        LazyError: At a call: it writes to an argument that it can't write to. With ``check``: the first difference
+            from plain Python, by path.
 
     Example:
         >>> import jax.numpy as jnp, optax
