@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from lazymods.autograd.freezing import trainable as trainable
     from lazymods.compile.cache import CacheInfo as CacheInfo
     from lazymods.compile.cache import set_cache_size as set_cache_size
+    from lazymods.compile.decorator import jit as jit
     from lazymods.compile.explain import Explanation as Explanation
     from lazymods.compile.explain import explain as explain
     from lazymods.compile.export import export as export
     from lazymods.compile.function import JitFunction as JitFunction
-    from lazymods.compile.function import jit as jit
     from lazymods.compile.lowering import Lowered as Lowered
     from lazymods.compile.lowering import lower as lower
     from lazymods.compile.metrics import metrics as metrics
@@ -77,7 +77,7 @@ _ON_FIRST_USE = {
     "Explanation": "lazymods.compile.explain",
     "JitFunction": "lazymods.compile.function",
     "explain": "lazymods.compile.explain",
-    "jit": "lazymods.compile.function",
+    "jit": "lazymods.compile.decorator",
     "export": "lazymods.compile.export",
     "Lowered": "lazymods.compile.lowering",
     "lower": "lazymods.compile.lowering",

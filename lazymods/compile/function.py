@@ -24,8 +24,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, overload
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from flax.errors import TraceContextError
@@ -411,95 +411,3 @@ class JitFunction(Staged):
         facts = facts_of(named(self._function, arguments.leaves()), self._captures.named(call.captured))
         keys = {"the arguments": arguments.key, "what the function reaches": call.captured.key}
         return Situation(facts, keys, _compat_jit.trace_context())
-
-
-@overload
-def jit(
-    function: Callable[..., Any],
-    *,
-    donate_state: bool = False,
-    static_argnames: str | Sequence[str] = (),
-    max_paths: int = 16,
-    check: bool = False,
-) -> JitFunction: ...
-
-
-@overload
-def jit(
-    *,
-    donate_state: bool = False,
-    static_argnames: str | Sequence[str] = (),
-    max_paths: int = 16,
-    check: bool = False,
-) -> Callable[[Callable[..., Any]], JitFunction]: ...
-
-
-def jit(
-    function: Any = None,
-    *,
-    donate_state: bool = False,
-    static_argnames: str | Sequence[str] = (),
-    max_paths: int = 16,
-    check: bool = False,
-) -> Any:
-    """Compile a function or module: the meaning of NNX, at the price of a raw ``jax.jit`` on a flat list of arrays.
-
-    Modules, optimizers, metrics and rngs may be arguments, anywhere in a pytree, or closed over. What the function
-    does to them is done: new values, new Variables, other submodules, modes, shared references. Any change between
-    two calls is seen: of structure, class, static attributes by type and value, sharing, shapes, dtypes and the
-    settings of JAX. Each combination is traced and compiled once, for models of equal structure together.
-
-    The first call of a lazy model compiles once as well: its parameters are made, and are inputs of the program. If its
-    layers are first called inside a transform such as ``nnx.grad``, a run without values comes before and sizes them.
-
-    The function is traced on copies: what fails changes nothing, and other threads may use the model meanwhile.
-
-    Dicts and lists among the arguments are the caller's: the order of their keys counts, and what the function writes
-    to them is written. Other pytrees, such as a dataclass that JAX knows, can't be written to, nor can a container that
-    is among the arguments in several places.
-
-    Numbers and texts that the function closes over by themselves are constants, as for ``jax.jit``; those in an
-    object that holds a model, such as ``self.rate`` next to ``self.model``, are seen to change if the function reads
-    them.
-
-    Args:
-        function: A function, a method, or a module, which is then called. Left out, ``jit`` is a decorator.
-        donate_state: Donate the state that is written: its old arrays are deleted and their memory is used again.
-        static_argnames: Parameters that the program depends on by value, a name or several.
-        max_paths: How many ways through Python decisions on array values one input signature may have.
-        check: Run every call also in plain Python, on a deep copy made before, and compare outputs, state, structure,
-            order, metadata, static attributes, sharing and random state: exactly, and floats in arrays to rounding.
-            The way to make sure, at more than the price of both. ``LAZYMODS_CHECK=1`` in the environment turns it on
-            for all functions that are made.
-
-    Returns:
-        A function of the same arguments. It is a method when it is defined in a class. Its ``cache_info()`` says
-        how many compiled signatures it keeps, see :func:`set_cache_size`.
-
-    Raises:
-        ConfigurationError: If ``static_argnames`` names no parameter.
-        ValueError: If ``max_paths`` is less than 1.
-        LazyError: At a call: it writes to an argument that it can't write to. With ``check``: the first difference
-            from plain Python, by path.
-
-    Example:
-        >>> import jax.numpy as jnp, optax
-        >>> import lazymods as lm
-        >>> from flax import nnx
-        >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
-        >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-        >>> @lm.jit
-        ... def step(model, optimizer, x):
-        ...     loss, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(model)
-        ...     optimizer.update(model, grads)
-        ...     return loss
-        >>> first, second = step(model, optimizer, jnp.ones((2, 3))), step(model, optimizer, jnp.ones((2, 3)))
-        >>> bool(second < first), step.cache_info().currsize
-        (True, 1)
-    """
-    if max_paths < 1:
-        raise ValueError(f"a function has at least 1 path, got max_paths={max_paths}")
-    names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    if function is None:
-        return lambda function: JitFunction(function, donate_state, names, max_paths, check)
-    return JitFunction(function, donate_state, names, max_paths, check)

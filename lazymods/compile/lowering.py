@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lazymods.compile.function import JitFunction, jit
+from lazymods.compile.decorator import jit
+from lazymods.compile.function import JitFunction
 from lazymods.compile.stages import Lowered as Lowered
 
 

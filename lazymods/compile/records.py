@@ -311,11 +311,16 @@ class _Writer:
     # ------------------------------------------------------------ values
 
     def _can_be_output(self, value: Any) -> bool:
-        return kind_of(value) is Kind.ARRAY and id(value) not in self._references
+        return kind_of(value) is Kind.ARRAY and not _compat_jit.is_reference(value)
 
-    def _output(self, array: Any) -> Out | Leaf:
+    def _output(self, array: Any) -> Out | Leaf | New:
         if id(array) in self._references:
             return Leaf(self._references[id(array)])
+        if isinstance(array, jax.Ref):  # the function has made it: each call makes another of what it holds at the end
+            if id(array) not in self._new:
+                self._new[id(array)] = len(self._made)
+                self._made.append(Made(Kind.ARRAY, jax.Ref, self._output(array[...])))
+            return New(self._new[id(array)])
         if id(array) not in self._outputs:
             self._outputs[id(array)] = Out(len(self._arrays))
             self._arrays.append(array)
@@ -406,8 +411,6 @@ def _same_items(a: Any, b: Any) -> bool:
 def _same_metadata(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(_same_value(v, b[k]) for k, v in a.items())
 
-
-# ---------------------------------------------------------------- doing it again
 
 
 def has_objects(part: Any) -> bool:

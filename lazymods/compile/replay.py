@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
 from lazymods.compile.attributes import Attributes, new_object
@@ -139,6 +141,8 @@ class Replay:
                 return self._given.things[number]  # type: ignore[union-attr]
 
     def _empty(self, made: Made) -> Any:
+        if made.kind is Kind.ARRAY:
+            return jax.new_ref(self.value(made.contents))
         if made.kind is Kind.VARIABLE:
             return _compat.new_variable(made.cls, None, {})  # type: ignore[arg-type]
         if made.kind is Kind.NODE:
@@ -148,6 +152,8 @@ class Replay:
         return new_object(made.cls) if made.kind is Kind.OBJECT else made.cls()
 
     def _fill(self, made: Made, thing: Any) -> None:
+        if made.kind is Kind.ARRAY:
+            return
         if made.kind is Kind.VARIABLE:
             raw, metadata = made.contents
             items = {k: self.value(v) for k, v in metadata.items()}
