@@ -32,6 +32,7 @@ from flax.errors import TraceContextError
 
 from lazymods import _compat_jit
 from lazymods._errors import NOT_TRACEABLE, UninitializedError, describe
+from lazymods._lifecycle import LOCK
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
 from lazymods.compile.binding import Binding, kind_of_input
@@ -51,7 +52,7 @@ from lazymods.compile.sizing import has_optimizer, size
 from lazymods.compile.trace import Body, NotSizedError, Place, write
 
 _KEPT_SITUATIONS = 16  # for lm.explain()
-_TRACE, _EVAL = _compat_jit.TRACE, _compat_jit.EVAL
+_TRACE, _EVAL, _UNLOCKED = _compat_jit.TRACE, _compat_jit.EVAL, contextlib.nullcontext()
 
 
 class JitFunction:
@@ -263,7 +264,8 @@ class JitFunction:
         program = None if call.lazy else self._cache.get(key)
         if program is None:
             self._note(arguments, call)
-            program, call = self._make_any(arguments, call)
+            with LOCK if call.lazy else _UNLOCKED:  # no other thread initializes what is being traced
+                program, call = self._make_any(arguments, self._bind(arguments) if call.lazy else call)
             key = (call.key, call.signature())
             quick = call.quick_key(arguments)
             if program.can_be_kept:
