@@ -1,4 +1,4 @@
-"""Constructors that decide by a size: what is there, tied, how many there are. Sized in every way as explicit."""
+"""Constructors that decide by a size: what is there, what is tied, how many. Sized in every way as explicit ones."""
 
 from __future__ import annotations
 

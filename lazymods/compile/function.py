@@ -32,6 +32,7 @@ from flax.errors import TraceContextError
 
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import NOT_TRACEABLE, UninitializedError
+from lazymods._lifecycle import LOCK
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
 from lazymods.compile.before import all_or_nothing
@@ -59,6 +60,7 @@ from lazymods.compile.trace import Body, NotSizedError, Place, write
 _KEPT_SITUATIONS = 16  # for lm.explain()
 _NO_PATH = (HiddenModelError, NotSizedError, NoPathError, *NOT_TRACEABLE)  # the last: it decides in another trace
 _TRACE, _EVAL, _FLAX = _compat_jit.TRACE, _compat_jit.EVAL, _compat_jit.FLAX
+_UNLOCKED = contextlib.nullcontext()
 
 
 class JitFunction(Staged):
@@ -279,7 +281,8 @@ class JitFunction(Staged):
             now = self._situation(arguments, call)
             note_trace(self.name, now, self._situations, self._reads)
             self._situations.append(now)
-            program, call = self._make_any(arguments, call)
+            with LOCK if was_lazy else _UNLOCKED:  # no other thread initializes what is being traced
+                program, call = self._make_any(arguments, self._bind(arguments) if was_lazy else call)
             if was_lazy:  # the program is for what it has become
                 self._situations[-1] = self._situation(arguments, call)
             key = (call.key, call.signature())
