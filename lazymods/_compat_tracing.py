@@ -18,9 +18,11 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax._src import api_util, array, config, core, literals, mesh, pjit
+from flax import nnx
+from jax._src import api_util, array, checkify, config, core, literals, mesh, pjit
 from jax._src.interpreters import ad, batching, pxla
 from jax._src.numpy import indexing
+from jax.experimental import hijax
 
 from lazymods._compat_abstract import OperationByOperation
 
@@ -223,6 +225,10 @@ class Recorder(OperationByOperation):
     def stage_value(self, val: Any) -> Any:
         return val if isinstance(val, jax.Array) else self.recording.constant(val)
 
+    def cur_qdd(self, x: Any) -> Any:
+        """Return what a value of a type of the user's own is now: such values are never recorded."""
+        return self.parent.cur_qdd(x)
+
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         made = []
 
@@ -300,7 +306,7 @@ class Settings:
 # The mesh of jax.set_mesh, which is not in config.trace_context (in config in jax 0.10.2, in mesh since 0.11.2).
 _MESH: Any = getattr(config, "device_context", None) or vars(mesh)["device_context"]
 # The settings that matter when a program is run; others have had their effect when its operations were recorded.
-_RUNNING = (config.enable_x64, config.default_device, config.debug_nans, config.debug_infs)
+_RUNNING = (config.enable_x64, config.default_device, config.debug_nans, config.debug_infs, _MESH)
 _trace_context, _NANS, _INFS = config.trace_context, config.debug_nans, config.debug_infs
 _last: tuple[Any, ...] = (None, None, None, None, None)
 
@@ -330,6 +336,39 @@ def allocates(primitive: Any) -> bool:
     return primitive.ref_allocating
 
 
+def names_devices(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether an operation says where it runs or where its results are, or has one inside that does."""
+    return primitive.name == "shard_map" or any(map(_names_devices, params.values()))
+
+
+def _names_devices(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_names_devices, value))
+    if not is_jaxpr(value):
+        return isinstance(value, (jax.sharding.Sharding, jax.Device))
+    inner = open_jaxpr(value)[0]
+    if inner not in _naming:
+        _naming[inner] = any(names_devices(eqn.primitive, eqn.params) for eqn in inner.eqns)
+    return _naming[inner]
+
+
+_naming: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def is_for_now(primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> bool:
+    """Whether an operation is to be executed when it is met, since no program can have it.
+
+    That is what makes a mutable reference; what has operands of types that are made of arrays, as flax's mutable
+    Variables are (``hijax.HiPrimitive``, ``AbstractValue.is_high``); a check that raises (``checkify.check_p``); and
+    what names devices: in one program with others, that would be where all of them run.
+    """
+    if names_devices(primitive, params):
+        return True
+    if allocates(primitive) or isinstance(primitive, hijax.HiPrimitive) or primitive is checkify.check_p:
+        return True
+    return any(type(x) not in _PLAIN and not isinstance(x, Recorded) and core.typeof(x).is_high for x in inputs)
+
+
 @contextlib.contextmanager
 def public_errors() -> Iterator[None]:
     """Raise what ``jax_debug_nans`` finds as a public error (``api_util.InternalFloatingPointError``)."""
@@ -353,6 +392,21 @@ def register(cls: type[Recorded]) -> None:
 
     pxla.shard_arg_handlers[cls] = shard
     core.pytype_aval_mappings[cls] = operator.attrgetter("aval")
+
+
+def let_tracers_be_data() -> None:
+    """Let flax take a tracer for an array where it is an attribute: data, and no static value.
+
+    ``nnx.Pytree`` looks at the class of what it is given, and knows tracers by none: an array that a traced function
+    stored in an object would be a static attribute, and in no state. Reaches for the classes below ``core.Tracer``.
+    """
+    classes = [core.Tracer]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        nnx.register_data_type(cls)
+
+
+_PLAIN = frozenset({array.ArrayImpl, bool, int, float, complex, np.ndarray})
 
 
 def array_type() -> type:

@@ -8,19 +8,22 @@ for all other arguments they change nothing. Seen with jax 0.10.2 and 0.12.0; on
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src import api, core, pjit, sharding_impls, stages
+from jax._src import api, array, core, pjit, sharding_impls, stages
 from jax._src.interpreters import mlir
+from jax._src.lax import lax
 from jax._src.random import prng
 
 from lazymods._compat_tracing import Recorded, Recorder
 
 
-def _known(value: Any, reason: str) -> Any:
+def known(value: Any, reason: str) -> Any:
+    """Return a recorded value as an array, for ``reason``; any other value as it is."""
     return value.now(reason) if isinstance(value, Recorded) else value
 
 
@@ -32,23 +35,26 @@ def _parent() -> Any:
 
 def _device_get(ordinary: Any) -> Any:
     """``device_get`` gives a tracer back as it is."""
-    return lambda x: ordinary(_known(x, "device_get"))
+    return lambda x: ordinary(known(x, "device_get"))
 
 
 def _key_array(ordinary: Any) -> Any:
     """An array of keys that has a value makes others of what it does to its data: ``copy``, iteration."""
-    return lambda self, impl, data: ordinary(self, impl, _known(data, "an array of keys"))
+    return lambda self, impl, data: ordinary(self, impl, known(data, "an array of keys"))
 
 
-def _compiled_call(ordinary: Any) -> Any:
-    """A program of ``.lower().compile()`` takes no tracers, and is run at once."""
+def _at_once(reason: str) -> Callable[[Any], Any]:
+    """What takes arrays that have values is executed, as a program of ``.lower().compile()``."""
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = jax.tree.map(lambda x: _known(x, "a compiled program"), (args, kwargs))
-        with core.set_current_trace(_parent()):
-            return ordinary(self, *args, **kwargs)
+    def make(ordinary: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = jax.tree.map(lambda x: known(x, reason), (args, kwargs))
+            with core.set_current_trace(_parent()):
+                return ordinary(*args, **kwargs)
 
-    return call
+        return call
+
+    return make
 
 
 def _set_mesh(ordinary: Any) -> Any:
@@ -77,28 +83,80 @@ def _run_python_pjit(ordinary: Any) -> Any:
     return run_python_pjit
 
 
+def _full(ordinary: Any) -> Any:
+    """``jnp.zeros(..., device=)`` and the like make an array where it is asked for only if nothing is traced."""
+
+    def full(shape: Any, fill_value: Any, dtype: Any = None, *, sharding: Any = None) -> Any:
+        if sharding is None or not isinstance(core.trace_ctx.trace, Recorder):
+            return ordinary(shape, fill_value, dtype, sharding=sharding)
+        with core.set_current_trace(_parent()):
+            return ordinary(shape, known(fill_value, "full"), dtype, sharding=sharding)
+
+    return full
+
+
+def _nondiff(ordinary: Any) -> Any:
+    """``custom_vjp`` refuses tracers where it does not differentiate; its rule may ask for the values of those."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.nondiff_argnums:
+            of_tree = functools.partial(jax.tree.map, lambda x: known(x, "nondiff_argnums"))
+            fixed = set(self.nondiff_argnums)
+            args = tuple([of_tree(x) if n in fixed else x for n, x in enumerate(args)])
+            kwargs = of_tree(kwargs)
+        return ordinary(self, *args, **kwargs)
+
+    return call
+
+
+def _type_handler(ordinary: Any) -> Any:
+    """Orbax looks for what saves a value by its class; what it finds asks the value itself, which is an array then."""
+
+    def get(self: Any, ty: Any) -> Any:
+        return ordinary(self, jax.Array if isinstance(ty, type) and issubclass(ty, Recorded) else ty)
+
+    return get
+
+
 _HOOKS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (api, "_device_get", _device_get),
     (prng.PRNGKeyArray, "__init__", _key_array),
-    (stages.Compiled, "__call__", _compiled_call),
+    (stages.Compiled, "__call__", _at_once("a compiled program")),
+    *[
+        (module, name, _at_once(name))
+        for module in (jax, array)
+        for name in ("make_array_from_single_device_arrays", "make_array_from_callback")
+    ],
+    (jax.custom_vjp, "__call__", _nondiff),
+    (lax, "full", _full),
+    (jax.lax, "full", _full),
+    (jax, "make_array_from_process_local_data", _at_once("make_array_from_process_local_data")),
     (getattr(sharding_impls, "set_mesh", None), "__init__", _set_mesh),
     (pjit, "_run_python_pjit", _run_python_pjit),
 )
+_ORBAX = "orbax.checkpoint._src.serialization.type_handler_registry"  # seen with orbax-checkpoint 0.11 and 0.12
 _LOCK = threading.Lock()
-_installed = False
+_installed = _orbax_is_ready = False
 
 
 def install() -> None:
-    """Make the hooks, once."""
-    global _installed
+    """Make the hooks, once; those of Orbax when it has been imported."""
+    global _installed, _orbax_is_ready
     with _LOCK:
-        if _installed:
-            return
-        _installed = True
-        for owner, name, make in _HOOKS:
-            before = getattr(owner, name, None)
-            if before is not None:
-                setattr(owner, name, functools.wraps(before)(make(before)))
+        if not _installed:
+            _installed = True
+            for owner, name, make in _HOOKS:
+                _hook(owner, name, make)
+        registry = None if _orbax_is_ready else sys.modules.get(_ORBAX)
+        if registry is not None:
+            _orbax_is_ready = True
+            _hook(getattr(registry, "_TypeHandlerRegistryImpl", None), "get", _type_handler)
+
+
+def _hook(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    before = getattr(owner, name, None)
+    if before is not None:
+        setattr(owner, name, functools.wraps(before)(make(before)))
 
 
 def register(cls: type[Recorded]) -> None:

@@ -190,8 +190,10 @@ class Recipe:
         same_keys = len(self.keys) == len(other.keys) and all(
             a is b for a, b in zip(self.keys, other.keys, strict=True)
         )
-        return self.static() == other.static() and self.stack == other.stack and (
-            same_keys or (self.is_static and self.key_source == other.key_source)
+        return (
+            self.static() == other.static()
+            and self.stack == other.stack
+            and (same_keys or (self.is_static and self.key_source == other.key_source))
         )
 
     def __hash__(self) -> int:

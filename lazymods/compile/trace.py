@@ -21,6 +21,8 @@ from lazymods.compile.copies import Copies
 from lazymods.compile.picture import Picture, Reads, held_by, with_inputs
 from lazymods.compile.records import Record, describe
 
+_compat_tracing.let_tracers_be_data()
+
 
 class Place:
     """Where an array is that is no Variable's: the attribute of an object, or the item of a dict or list."""

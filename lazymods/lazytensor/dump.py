@@ -9,9 +9,9 @@ import jax
 
 from lazymods import _compat_tracing as tracing
 from lazymods._errors import LazyError, Problem
-from lazymods.lazytensor.graph import Cell, Graph, Node, Structure, needed
+from lazymods.lazytensor.graph import Cell, Graph, Node, Structure, graph_of, needed
 from lazymods.lazytensor.kinds import show
-from lazymods.lazytensor.trace import LazyTensor, graph_of
+from lazymods.lazytensor.trace import LazyTensor
 
 
 class GraphHash:

@@ -21,7 +21,8 @@ from lazymods import _compat
 from lazymods import _compat_tracing as tracing
 from lazymods.compile.cache import Cache, CacheInfo, resized
 from lazymods.lazytensor import metrics
-from lazymods.lazytensor.graph import Cell, Graph, Structure, compiled
+from lazymods.lazytensor.devices import by_devices
+from lazymods.lazytensor.graph import Cell, Graph, Structure, compiled, graph_of
 
 _LOCK = threading.Lock()
 _graphs: OrderedDict[Structure, _Entry] = OrderedDict()
@@ -63,7 +64,7 @@ resized.append(_resized)
 
 
 def execute(graph: Graph, held: Callable[[], list[Cell]], trace: Any, settings: Any) -> tuple[list[Cell], list[Any]]:
-    """Start the program that computes some cells of a graph.
+    """Start the program that computes some cells of a graph, or one for each set of devices.
 
     Args:
         graph: The graph.
@@ -74,6 +75,20 @@ def execute(graph: Graph, held: Callable[[], list[Cell]], trace: Any, settings: 
     Returns:
         The cells, and the value of each.
     """
+    parts = by_devices(graph)
+    if not parts:
+        return _execute(graph, held, trace, settings)
+    cells: list[Cell] = []
+    values: list[Any] = []
+    for nodes in parts:
+        own = {cell for node in nodes for cell in node.outputs}
+        found = _execute(graph_of(nodes), lambda own=own: [c for c in held() if c in own], trace, settings)
+        cells += found[0]
+        values += found[1]
+    return cells, values
+
+
+def _execute(graph: Graph, held: Callable[[], list[Cell]], trace: Any, settings: Any) -> tuple[list[Cell], list[Any]]:
     structure = graph.structure()
     entry = _entry(structure)
     cells, results = _chosen(graph, structure, entry, held)

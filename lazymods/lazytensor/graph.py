@@ -183,6 +183,14 @@ class Graph:
         return Structure(Key(tuple(self.lines)), tuple(self.pools))
 
 
+def graph_of(nodes: Sequence[Node]) -> Graph:
+    """Return some nodes as a graph of their own."""
+    graph = Graph()
+    for node in nodes:
+        graph.add(node)
+    return graph
+
+
 class Structure(NamedTuple):
     """What a graph does, apart from values: equal for graphs that do the same.
 

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from flax import nnx
+
 _LOCK = threading.Lock()
 _counts: collections.Counter[str] = collections.Counter()
 _seconds: dict[str, float] = {}
@@ -23,6 +25,7 @@ _forced: collections.Counter[tuple[str, str]] = collections.Counter()
 _compiled: collections.Counter[tuple[str, str]] = collections.Counter()
 
 _INSIDE = ("jax", "jaxlib", "flax", "optax", "lazymods", "contextlib", "functools")
+_OF_A_VARIABLE = nnx.Variable.__getattr__.__code__
 _MOST = 1000  # places that are remembered
 
 
@@ -95,7 +98,10 @@ def took(name: str, seconds: float) -> None:
 def asks_a_library() -> bool:
     """Whether what called the caller is part of jax, flax or optax, which can do without; others get an answer."""
     frame: Any = inspect.currentframe()
-    name = frame.f_back.f_back.f_globals.get("__name__", "")
+    frame = frame.f_back.f_back
+    if frame.f_code is _OF_A_VARIABLE:  # which passes the question on
+        frame = frame.f_back
+    name = frame.f_globals.get("__name__", "")
     return str(name).partition(".")[0] in ("jax", "flax", "optax")
 
 

@@ -25,7 +25,7 @@ from lazymods import _compat_calls as calls
 from lazymods import _compat_tracing as tracing
 from lazymods import _compat_values as values
 from lazymods.lazytensor import executor, metrics
-from lazymods.lazytensor.graph import Cell, Graph, Node, needed
+from lazymods.lazytensor.graph import Cell, Graph, Node, graph_of, needed
 from lazymods.lazytensor.kinds import kind_of
 
 _created = metrics.created.add
@@ -87,6 +87,7 @@ def _of_the_value(name: str) -> Any:
 
 
 tracing.register(LazyTensor)
+tracing.let_tracers_be_data()
 values.register(LazyTensor)
 for _name in (
     *("addressable_data", "addressable_shards", "committed", "delete", "device", "devices", "global_shards"),
@@ -118,10 +119,11 @@ class Session:
         settings = tracing.settings()
         if primitive is jax.lax.slice_p:
             primitive, inputs, params = _from_where_it_starts(inputs[0], params)
-        elif tracing.allocates(primitive):
-            known = [x.now("a mutable reference") if isinstance(x, tracing.Recorded) else x for x in inputs]
+        elif tracing.is_for_now(primitive, inputs, params):
+            known = [x.now("what no program can do") if isinstance(x, tracing.Recorded) else x for x in inputs]
             with tracing.at(self.trace.parent):
-                return [primitive.bind(*known, **params)]
+                out = primitive.bind(*known, **params)
+                return list(out) if primitive.multiple_results else [out]
         operands = [self._operand(x) for x in inputs]
         return self.add(kind_of(primitive, tuple(map(tracing.aval_of, operands)), params, settings), operands)
 
@@ -369,14 +371,6 @@ def _known(cell: Cell) -> Any:
     if isinstance(cell.value, _Failure):
         raise cell.value.error.with_traceback(None)
     return cell.value
-
-
-def graph_of(nodes: Sequence[Node]) -> Graph:
-    """Return some nodes as a graph of their own."""
-    graph = Graph()
-    for node in nodes:
-        graph.add(node)
-    return graph
 
 
 # ---------------------------------------------------------------- blocks

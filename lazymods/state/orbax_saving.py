@@ -111,12 +111,15 @@ def begin_orbax(path: Path, arrays: Mapping[str, Any], aliases: Mapping[str, str
     check_target(path)
     import orbax.checkpoint as ocp
 
+    from lazymods import _compat_values
+
     for name, array in arrays.items():
         if np.size(array) == 0:
             got, needed = f"an array of shape {np.shape(array)}", "arrays with elements: Orbax stores no others"
             where, line = printable(f"{path.name}: {name}"), f"lm.save(model, '{printable(str(path))}.safetensors')"
             raise CheckpointError(Problem(where, got, needed, line))
-    tree = _nested(dict(arrays) | ({ALIASES: texts_as_array(aliases)} if aliases else {}))
+    known = {name: _compat_values.known(array, "save") for name, array in arrays.items()}
+    tree = _nested(known | ({ALIASES: texts_as_array(aliases)} if aliases else {}))
     room = None
     _WRITING.acquire()  # until the folder is written, in the background as well
     try:

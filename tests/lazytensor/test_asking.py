@@ -67,7 +67,7 @@ def test_a_model_with_rngs_is_copied_in_a_block():
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ""])
 def test_a_model_is_saved_in_a_block(tmp_path, suffix):
     model, fresh = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(1))
     want = np.asarray(model.kernel[...]) * 2
