@@ -19,10 +19,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from flax import nnx
-from jax._src import api_util, array, checkify, config, core, literals, mesh, pjit
+from jax._src import api_util, array, checkify, config, core, hijax, literals, mesh, pjit
 from jax._src.interpreters import ad, batching, pxla
 from jax._src.numpy import indexing
-from jax.experimental import hijax
 
 from lazymods._compat_abstract import OperationByOperation
 
@@ -337,7 +336,12 @@ def allocates(primitive: Any) -> bool:
 
 
 def names_devices(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether an operation says where it runs or where its results are, or has one inside that does."""
+    """Whether an operation says where it runs or where its results are, or has one inside that does.
+
+    Where there is one device, nothing is said by that.
+    """
+    if jax.device_count() == 1:
+        return False
     return primitive.name == "shard_map" or any([_names_devices(v) for v in params.values() if type(v) not in _DULL])
 
 
@@ -356,14 +360,18 @@ _DULL = frozenset({type(None), int, bool, float, str})
 _naming: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
+_HIGH: Any = getattr(hijax, "HiPrimitive", ())
+_FOR_NOW = frozenset({checkify.check_p, getattr(hijax, "call_hi_primitive_p", checkify.check_p)})
+
+
 def is_for_now(primitive: Any) -> bool:
     """Whether an operation is to be executed when it is met, since no program can have it.
 
     That is what makes a mutable reference (``Primitive.ref_allocating``); what takes and gives values of types that are
-    made of arrays, as flax's mutable Variables are (``hijax.HiPrimitive``); and a check that raises
-    (``checkify.check_p``).
+    made of arrays, as flax's mutable Variables are (``hijax.HiPrimitive``; ``hijax.call_hi_primitive_p`` since jax
+    0.12); and a check that raises (``checkify.check_p``).
     """
-    return primitive.ref_allocating or primitive is checkify.check_p or isinstance(primitive, hijax.HiPrimitive)
+    return primitive.ref_allocating or primitive in _FOR_NOW or isinstance(primitive, _HIGH)
 
 
 def is_high(aval: Any) -> bool:

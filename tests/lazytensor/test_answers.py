@@ -85,7 +85,7 @@ def by_default():
 
 def seen(x):
     where = sorted((s.device.id, str(s.index)) for s in x.addressable_shards)
-    return np.asarray(x).tolist(), where, x.committed, x.sharding.is_fully_replicated
+    return np.asarray(x).round(5).tolist(), where, x.committed, x.sharding.is_fully_replicated
 
 SCENES = (
     *(on_two_devices, spread_and_not, moved, made_there, jitted, constrained),
