@@ -292,11 +292,16 @@ class _Writer:
     # ------------------------------------------------------------ values
 
     def _can_be_output(self, value: Any) -> bool:
-        return kind_of(value) is Kind.ARRAY and id(value) not in self._references
+        return kind_of(value) is Kind.ARRAY and not _compat_jit.is_reference(value)
 
-    def _output(self, array: Any) -> Out | Given:
+    def _output(self, array: Any) -> Out | Given | New:
         if id(array) in self._references:
             return Given(self._references[id(array)])
+        if isinstance(array, jax.Ref):  # the function has made it: each call makes another of what it holds at the end
+            if id(array) not in self._new:
+                self._new[id(array)] = len(self._made)
+                self._made.append(Made(Kind.ARRAY, jax.Ref, self._output(array[...])))
+            return New(self._new[id(array)])
         if id(array) not in self._outputs:
             self._outputs[id(array)] = Out(len(self._arrays))
             self._arrays.append(array)
@@ -469,6 +474,8 @@ class Replay:
         return cls(*parts) if hasattr(cls, "_fields") else cls(parts)
 
     def _empty(self, made: Made) -> Any:
+        if made.kind is Kind.ARRAY:
+            return jax.new_ref(self.value(made.contents))
         if made.kind is Kind.VARIABLE:
             return _compat.new_variable(made.cls, None, {})  # type: ignore[arg-type]
         if made.kind is Kind.NODE:
@@ -478,6 +485,8 @@ class Replay:
         return new_object(made.cls) if made.kind is Kind.OBJECT else made.cls()
 
     def _fill(self, made: Made, thing: Any) -> None:
+        if made.kind is Kind.ARRAY:
+            return
         if made.kind is Kind.VARIABLE:
             raw, metadata = made.contents
             items = {k: self.value(v) for k, v in metadata.items()}

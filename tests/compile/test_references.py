@@ -170,9 +170,18 @@ def test_mutable_variables_are_as_under_jax_jit(check: bool) -> None:
     assert run(lambda f: lm.jit(f, check=check)) == run(jax.jit)
 
 
-def test_a_reference_that_is_made_inside_is_no_result() -> None:
-    with pytest.raises(ValueError, match="mutable array references cannot be returned"):
-        lm.jit(lambda x: jax.new_ref(x))(jnp.ones(2))
+def test_a_reference_that_is_made_inside_is_a_new_one_of_each_call() -> None:
+    def make(x: Any) -> Any:
+        made = jax.new_ref(x)
+        made[...] *= 3
+        return made, [made], jax.new_ref(x + 1)
+
+    call = lm.jit(make)
+    results = [call(jnp.ones(2)) for _ in range(3)]
+    for same, (again,), other in results:
+        assert same is again and lists(same, other) == [[3, 3], [2, 2]]
+    results[0][0][...] += 1
+    assert lists(results[0][0], results[1][0]) == [[4, 4], [3, 3]]
 
 
 def test_what_is_lowered_takes_references() -> None:
