@@ -38,7 +38,7 @@ class CheckedSession(Session):
 
     def note(self, primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
         """Note one operation, and execute it."""
-        if tracing.allocates(primitive):
+        if tracing.is_for_now(primitive):
             return super().note(primitive, inputs, params)
         kind = kind_of(primitive, tuple(map(tracing.aval_of, inputs)), params, tracing.settings())
         plain = None if kind.effects else self._executed(primitive, inputs, params)
