@@ -43,6 +43,8 @@ require(core, "escaped_tracer_error", "check_bool_conversion", "check_scalar_con
 require(core, "current_jaxpr_eqn_context", "pytype_aval_mappings")
 require(pxla, "shard_arg_handlers")
 require(literals, "TypedNdArray")
+require(hijax, "HiPrimitive")
+require(checkify, "check_p")
 
 # What a function of jax asks of a tracer while it only looks, as jnp.power does at its exponent, is answered with None.
 # These need the value, and would have it if they were executed: (jax 0.10.2, 0.11.2 and 0.12.0)
@@ -387,7 +389,7 @@ def is_for_now(primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) ->
         return True
     if allocates(primitive) or isinstance(primitive, hijax.HiPrimitive) or primitive is checkify.check_p:
         return True
-    return any(type(x) not in _PLAIN and not isinstance(x, Recorded) and core.typeof(x).is_high for x in inputs)
+    return any(type(x) not in _PLAIN and not isinstance(x, Recorded) and jax.typeof(x).is_high for x in inputs)
 
 
 @contextlib.contextmanager
