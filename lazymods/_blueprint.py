@@ -410,7 +410,11 @@ class _Reader:
         for name, value in vars(node).items():
             if name not in (_compat.STATE, _compat.NODES):
                 attributes[name] = self.describe(value, (*path, name))
-        return Node(type(node), attributes, _compat.data_names(node))
+        names = _compat.data_names(node)
+        arrays = {n for n, d in attributes.items() if isinstance(d, Slot) and d.cls is None}
+        for name in arrays - _compat.declared_names(type(node)):
+            names[name] = True  # of an array that is traced Flax says that it is no data (0.12.8 and 0.12.12)
+        return Node(type(node), attributes, names)
 
 
 def _holds_data(value: Any) -> bool:

@@ -31,7 +31,7 @@ from lazymods._placeholder import (
 )
 from lazymods._spec import LayerSpec, SlotSource
 from lazymods._stacking import Stackings
-from lazymods._structure import conform
+from lazymods._structure import conform, has_other_slots
 from lazymods._template import Template, same_static
 from lazymods.compile.metrics import COUNTS
 
@@ -76,7 +76,8 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     """
     spec = vars(layer)[STATE].spec
     blueprint = spec.blueprint(values, modules_of(layer))
-    conform(layer, blueprint)
+    if has_other_slots(spec, blueprint):
+        conform(layer, blueprint)
     held = own_slots(layer, blueprint)
     check_held(layer, blueprint, held, stackings(layer))
     empty = {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)}
@@ -375,7 +376,8 @@ def settle_if_filled(layer: Any, *, initialize: bool = False, stacked: Stackings
     if values is None:
         return False
     blueprint = spec.blueprint(values, modules_of(layer))
-    conform(layer, blueprint)
+    if has_other_slots(spec, blueprint):
+        conform(layer, blueprint)
     held = own_slots(layer, blueprint)
     empty = [v for _, _, v in held.values() if isinstance(v, UninitializedVariable)]
     if not initialize and not all(isinstance(v, TRANSIENT) for v in empty):

@@ -241,11 +241,15 @@ def report_of(model: Any, session: Session | None, drawing: Drawing | None = Non
     known = model if session is None else session.finished
     rows = []
     seen: set[int] = set()
+    met: set[int] = set()
     for path, node in _all_nodes(model, known, visited):
         lazy = _graph.is_lazy_node(node)
         at = _graph.at(known, path)
         if at is _graph.MISSING and any(id(_graph.at(model, path[:i])) in visited for i in range(len(path))):
             continue  # the layer that holds it has none at these sizes
+        if at is not _graph.MISSING and id(at) in met:
+            continue  # at these sizes it is one with another
+        met.add(id(at))
         parameters = _in_order(node, list(_own_parameters(node if at is _graph.MISSING else at, seen)))
         if lazy and how:
             inits = {e.name: how.get(id(e.value), "") for e in _graph.entries(node)}

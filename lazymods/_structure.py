@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from lazymods import _graph
@@ -20,24 +21,31 @@ from lazymods._placeholder import UninitializedVariable
 from lazymods._recipe import StaticKeys
 from lazymods._spec import LayerSpec
 from lazymods._stacking import Stacking
-from lazymods._template import Template, same_static
+from lazymods._template import Template, same_static, static_at
 
 
 def conform(layer: Any, blueprint: Blueprint) -> None:
     """Give a layer the structure that its constructor makes at these sizes, where the probes saw another.
 
     A constructor may decide by a size what it holds. Slots that are not there any more go; new ones come as
-    placeholders.
+    placeholders; what is one object at these sizes becomes one. Arrays of numpy that had to wait for the sizes come
+    as they are, for a load to write into.
     """
     spec = vars(layer)[STATE].spec
-    if not has_other_slots(spec, blueprint):
-        return
     keys, stacking = vars(layer)[STATE].keys, None
     if keys is None:
         keys, stacking = _traced_keys(layer)
     shapes = {p: s.shape for p, s in blueprint.slots.items()}
     builder = Builder(Mould(spec, Template(blueprint, {}, {}, shapes, frozenset())), keys, {}, stacking)
+    builder.made[id(blueprint.root)] = layer
     _conform_node(layer, blueprint.root, spec.template.blueprint.root, (), builder)
+
+
+def has_pending_arrays(spec: LayerSpec, blueprint: Blueprint) -> bool:
+    """Whether a constructor holds arrays of numpy at these sizes that had to wait for them."""
+    if spec.modules or spec.scales is not None:
+        return False
+    return any(isinstance(static_at(blueprint.root, path), np.ndarray) for path in spec.template.pending)
 
 
 def has_other_slots(spec: LayerSpec, blueprint: Blueprint) -> bool:
@@ -71,13 +79,23 @@ def _conform_node(node: Any, actual: Node, template: Node, path: Path, builder: 
         vars(node).pop(name, None)
     for name, description in actual.attributes.items():
         before, value = template.attributes.get(name), vars(node).get(name, _graph.MISSING)
-        if isinstance(description, Node) and isinstance(before, Node) and isinstance(value, nnx.Pytree):
+        replaceable = value is _graph.MISSING or _is_own(value, before)  # else it was given: by a load, or by hand
+        met = id(description) in builder.made
+        if not met and isinstance(description, Node) and isinstance(before, Node) and isinstance(value, nnx.Pytree):
+            builder.made[id(description)] = value
             _conform_node(value, description, before, (*path, name), builder)
-        elif isinstance(description, (Slot, Node)) and type(before) is not type(description):
-            if value is _graph.MISSING or _is_own(value, before):  # else it was given: by a load, or by hand
+        elif isinstance(description, (Slot, Node)) and (met or type(before) is not type(description)):
+            if replaceable:
                 object.__setattr__(node, name, builder.make(description, (*path, name)))
-        elif isinstance(description, Static) and _is_own(value, before):
+        elif isinstance(description, Slot) and value is not _graph.MISSING:
+            builder.made[id(description)] = value
+        elif isinstance(description, Static) and replaceable and _is_there(value, description):
             object.__setattr__(node, name, description.fresh())
+
+
+def _is_there(value: Any, description: Static) -> bool:
+    """Whether a static attribute is set before the layer is settled: in place of another, or as an array."""
+    return value is not _graph.MISSING or isinstance(description.value, np.ndarray)
 
 
 def _is_own(value: Any, before: Any) -> bool:

@@ -178,7 +178,7 @@ def fit(
         pending |= set(_different(base.root, other.root, ()))
     statics: dict[Path, Numbers] | None = {}
     for path in pending:
-        found = [_static_at(b.root, path) for b in (base, *others)]
+        found = [static_at(b.root, path) for b in (base, *others)]
         leaves, structures = zip(*map(jax.tree.flatten, found), strict=True)
         same = all(s == structures[0] for s in structures) and all(type(n) is int for n in itertools.chain(*leaves))
         formulas = [_formula(sizes, numbers, probes, check) for numbers in zip(*leaves, strict=True)] if same else []
@@ -215,7 +215,7 @@ def _formula(
     return fitted if all(found == fitted.length(sizes) for (sizes, _), found in checked) else UNKNOWN
 
 
-def _static_at(description: Any, path: Path) -> Any:
+def static_at(description: Any, path: Path) -> Any:
     """The value of a static attribute, None if there is no such attribute."""
     for name in path:
         description = description.attributes.get(name) if isinstance(description, Node) else None

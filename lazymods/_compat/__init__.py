@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lazymods._compat.objects import STATE as STATE
     from lazymods._compat.objects import check_without as check_without
     from lazymods._compat.objects import data_names as data_names
+    from lazymods._compat.objects import declared_names as declared_names
     from lazymods._compat.objects import forget_data_name as forget_data_name
     from lazymods._compat.objects import inherit_data_names as inherit_data_names
     from lazymods._compat.objects import is_pytree as is_pytree
@@ -68,8 +69,9 @@ _FUNCTIONS = {
     "equations": "bind_equation",
     "fast_traces": "at_trace current_trace executing",
     "initializers": "is_jax_initializer kept_when_compiled with_modules",
-    "objects": "NODES STATE check_without data_names forget_data_name inherit_data_names is_pytree laid_out_as "
-    "mapping_of_names new_object new_state put_in_front set_attributes set_class set_data_names share_data_names",
+    "objects": "NODES STATE check_without data_names declared_names forget_data_name inherit_data_names is_pytree "
+    "laid_out_as mapping_of_names new_object new_state put_in_front set_attributes set_class set_data_names "
+    "share_data_names",
     "placing": "device_put put",
     "traces": "are_concrete asked_for_gradient counted dtype_of eval_trace home_trace is_tracer plain_device "
     "threefry_dtype weak",

@@ -50,6 +50,11 @@ def data_names(node: Any) -> dict[str, bool]:
     return dict(getattr(node, NODES))
 
 
+def declared_names(cls: type) -> set[str]:
+    """Return the attributes of which an nnx class says itself whether they are data (``Pytree._pytree__nodes``)."""
+    return set(getattr(cls, NODES))
+
+
 def set_data_names(node: Any, names: dict[str, bool]) -> None:
     """Say which attributes of an nnx object are data; one mapping is shared while it is unchanged."""
     if dict(getattr(node, NODES, {})) != names or NODES not in vars(node):

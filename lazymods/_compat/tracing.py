@@ -43,7 +43,6 @@ require(core, "escaped_tracer_error", "check_bool_conversion", "check_scalar_con
 require(core, "current_jaxpr_eqn_context", "pytype_aval_mappings")
 require(pxla, "shard_arg_handlers")
 require(literals, "TypedNdArray")
-require(hijax, "HiPrimitive")
 require(checkify, "check_p")
 
 # What a function of jax asks of a tracer while it only looks, as jnp.power does at its exponent, is answered with None.
@@ -361,12 +360,12 @@ def allocates(primitive: Any) -> bool:
 
 def names_devices(primitive: Any, params: dict[str, Any]) -> bool:
     """Whether an operation says where it runs or where its results are, or has one inside that does."""
-    return primitive.name == "shard_map" or any(map(_names_devices, params.values()))
+    return primitive.name == "shard_map" or any([_names_devices(v) for v in params.values() if type(v) not in _DULL])
 
 
 def _names_devices(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
-        return any(map(_names_devices, value))
+        return any([_names_devices(v) for v in value if type(v) not in _DULL])
     if not is_jaxpr(value):
         return isinstance(value, (jax.sharding.Sharding, jax.Device))
     inner = open_jaxpr(value)[0]
@@ -375,21 +374,27 @@ def _names_devices(value: Any) -> bool:
     return _naming[inner]
 
 
+_DULL = frozenset({type(None), int, bool, float, str})
 _naming: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
-def is_for_now(primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> bool:
+def is_for_now(primitive: Any) -> bool:
     """Whether an operation is to be executed when it is met, since no program can have it.
 
-    That is what makes a mutable reference; what has operands of types that are made of arrays, as flax's mutable
-    Variables are (``hijax.HiPrimitive``, ``AbstractValue.is_high``); a check that raises (``checkify.check_p``); and
-    what names devices: in one program with others, that would be where all of them run.
+    That is what makes a mutable reference (``Primitive.ref_allocating``); what takes and gives values of types that are
+    made of arrays, as flax's mutable Variables are (``hijax.HiPrimitive``; jax 0.11 has one primitive for all,
+    ``call_hi_primitive``); and a check that raises (``checkify.check_p``).
     """
-    if names_devices(primitive, params):
-        return True
-    if allocates(primitive) or isinstance(primitive, hijax.HiPrimitive) or primitive is checkify.check_p:
-        return True
-    return any(type(x) not in _PLAIN and not isinstance(x, Recorded) and jax.typeof(x).is_high for x in inputs)
+    high = isinstance(primitive, _HIGH) or primitive.name.startswith("call_hi_primitive")
+    return high or primitive.ref_allocating or primitive is checkify.check_p
+
+
+_HIGH: tuple[type, ...] = (*filter(None, [getattr(hijax, "HiPrimitive", None)]),)
+
+
+def is_high(aval: Any) -> bool:
+    """Whether a type is made of others, which alone a program can take (``AbstractValue.is_high``)."""
+    return aval.is_high
 
 
 @contextlib.contextmanager
@@ -427,9 +432,6 @@ def let_tracers_be_data() -> None:
     for cls in classes:
         classes += cls.__subclasses__()
         nnx.register_data_type(cls)
-
-
-_PLAIN = frozenset({ArrayImpl, bool, int, float, complex, np.ndarray})
 
 
 def array_type() -> type:

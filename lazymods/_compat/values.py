@@ -84,11 +84,21 @@ def _run_python_pjit(ordinary: Any) -> Any:
     return run_python_pjit
 
 
+def _is_default(sharding: Any) -> bool:
+    """Whether an array is there anyhow; ``jax.grad`` gives a sharding without devices (``Sharding._is_concrete``)."""
+    if sharding is None or not sharding._is_concrete:
+        return True
+    if type(sharding) is not jax.sharding.SingleDeviceSharding:
+        return False
+    chosen: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+    return sharding.device_set == {chosen if isinstance(chosen, jax.Device) else jax.local_devices()[0]}
+
+
 def _full(ordinary: Any) -> Any:
     """``jnp.zeros(..., device=)`` and the like make an array where it is asked for only if nothing is traced."""
 
     def full(shape: Any, fill_value: Any, dtype: Any = None, *, sharding: Any = None) -> Any:
-        if sharding is None or not isinstance(core.trace_ctx.trace, Recorder):
+        if not isinstance(core.trace_ctx.trace, Recorder) or _is_default(sharding):
             return ordinary(shape, fill_value, dtype, sharding=sharding)
         with set_current_trace(_parent()):
             return ordinary(shape, known(fill_value, "full"), dtype, sharding=sharding)

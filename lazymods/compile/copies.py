@@ -103,10 +103,11 @@ class Copies:
         Returns:
             The Variables that are new, or were placeholders.
         """
+        there = [n for n in picture.nodes if id(n) in self._memo]
         new = [n for n in picture.nodes if id(n) not in self._memo]
         for node in new:
             self._note(node, self._empty(node))
-        changed = [n for n in picture.nodes if n not in new and _graph.is_lazy_node(self._memo[id(n)])]
+        changed = [n for n in there if _graph.is_lazy_node(self._memo[id(n)]) or self._differs(n)]
         self._renewed = set(map(id, (*new, *changed)))
         variables = []
         for variable in picture.variables:
@@ -132,6 +133,14 @@ class Copies:
             metadata = {k: self.of(v) for k, v in _compat.raw_metadata(variable).items()}
             _compat.write_variable(twin, type(variable), raw, metadata)
         return variables
+
+    def _differs(self, node: Any) -> bool:
+        """Whether an object holds something else than when its copy was made, as what is inside a layer then sized."""
+        if kind_of(node) is not Kind.NODE:
+            return False
+        held, begun = held_by(node), self.begun[id(node)]
+        names = held.keys() - {_compat.STATE}
+        return names != begun.keys() - {_compat.STATE} or any(self.of(held[k]) is not begun[k] for k in names)
 
     def is_renewed(self, original: Any) -> bool:
         """Whether the copy of an object was made by the last :meth:`renew`."""

@@ -282,7 +282,7 @@ def _parts_of(value: Any, kind: Kind, path: str) -> list[tuple[Any, str, Any]]:
         items = []
     elif kind is Kind.DICT:
         return [(key, f"{path}[{key!r}]", part) for key, part in list(value.items())]
-    elif hasattr(value, "_fields"):  # a named tuple
+    elif kind is Kind.TUPLE and hasattr(value, "_fields"):
         items = [(name, getattr(value, name)) for name in value._fields]
     elif kind in (Kind.NODE, Kind.OBJECT):
         held = attributes(value) if kind is Kind.NODE else held_by(value, kind)

@@ -27,9 +27,11 @@ class Kind:
         operands: The avals of its operands.
         results: The avals of its results.
         effects: Whether it does more than to compute: then it runs once, in its turn, even if no result is used.
+        for_now: Whether it is executed when it is met: it names devices, which in one program with others would be
+            where all of them run, or it has operands of types that no program takes.
     """
 
-    __slots__ = ("__weakref__", "effects", "operands", "params", "primitive", "results", "settings")
+    __slots__ = ("__weakref__", "effects", "for_now", "operands", "params", "primitive", "results", "settings")
 
     def __init__(self, primitive: Any, params: dict[str, Any], settings: Any, operands: tuple[Any, ...]) -> None:
         self.primitive = primitive
@@ -39,6 +41,7 @@ class Kind:
         results, effects = _compat.abstract.abstract(primitive, operands, params)
         self.results = tuple(results)
         self.effects = bool(effects)
+        self.for_now = tracing.names_devices(primitive, params) or any(map(tracing.is_high, operands))
 
     @property
     def name(self) -> str:

@@ -120,13 +120,18 @@ class Session:
         settings = tracing.settings()
         if primitive is jax.lax.slice_p:
             primitive, inputs, params = _from_where_it_starts(inputs[0], params)
-        elif tracing.is_for_now(primitive, inputs, params):
-            known = [x.now("what no program can do") if isinstance(x, tracing.Recorded) else x for x in inputs]
-            with tracing.at(self.trace.parent):
-                out = primitive.bind(*known, **params)
-                return list(out) if primitive.multiple_results else [out]
+        elif tracing.is_for_now(primitive):
+            return self._execute(primitive, inputs, params)
         operands = [self._operand(x) for x in inputs]
-        return self.add(kind_of(primitive, tuple(map(tracing.aval_of, operands)), params, settings), operands)
+        kind = kind_of(primitive, tuple(map(tracing.aval_of, operands)), params, settings)
+        return self._execute(primitive, operands, params) if kind.for_now else self.add(kind, operands)
+
+    def _execute(self, primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+        """Do an operation that no program can do with others."""
+        known = [x.now("what no program can do") if isinstance(x, tracing.Recorded) else x for x in inputs]
+        with tracing.at(self.trace.parent):
+            out = primitive.bind(*known, **params)
+        return list(out) if primitive.multiple_results else [out]
 
     def add(self, kind: Any, operands: Sequence[Any]) -> list[LazyTensor]:
         """Add an operation (see :class:`lazymods._compat.calls.CallRecording`).

@@ -24,6 +24,7 @@ from lazymods._graph import STATE, dotted
 from lazymods._placeholder import UninitializedArray
 from lazymods._snapshot import Snapshot
 from lazymods.state.entries import Survey, home_trace, prefix_of
+from lazymods.state.files.stored import StoredTensor
 from lazymods.state.plain import decoded
 from lazymods.state.plan import Plan, Write, make_plan
 from lazymods.state.transfer import Incoming, transfer
@@ -187,6 +188,7 @@ def load_entries(
                 for layer, blueprint in plan.grown:
                     _structure.conform(layer, blueprint)
                 survey = Survey(model)
+                given = {n: v.read() if _is_wanted(n, v, survey) else v for n, v in given.items()}
                 plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
             matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
             result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
@@ -203,6 +205,11 @@ def load_entries(
                 snapshot.restore()
             raise
     return result
+
+
+def _is_wanted(name: str, value: Any, survey: Survey) -> bool:
+    """Whether an entry was left in its file for want of a place that the model has now."""
+    return isinstance(value, StoredTensor) and name in survey.places
 
 
 def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from lazymods import _compat, _graph, _held, _lifecycle
+from lazymods import _compat, _graph, _held, _lifecycle, _structure
 from lazymods._blueprint import Blueprint
 from lazymods._errors import Problem, describe, located
 from lazymods._graph import OTHER, STATE, Path, dotted, kind_of
@@ -256,8 +256,8 @@ def _check_lazy_layers(plan: Plan) -> None:
             continue
         key = (spec, tuple(shapes.items()))
         blueprint, conflicts = known.get(key) or known.setdefault(key, _sized(spec, template, shapes))
-        if blueprint is not None and blueprint.slots.keys() != template.blueprint.slots.keys():
-            _note_other_slots(plan, layer, template.blueprint, blueprint)
+        if blueprint is not None:
+            _note_other_structure(plan, layer, template.blueprint, blueprint)
         if blueprint is not None and shapes.keys() == template.blueprint.slots.keys() == blueprint.slots.keys():
             plan.sized.append((layer, blueprint))
         if conflicts:
@@ -272,10 +272,13 @@ def _check_lazy_layers(plan: Plan) -> None:
         plan.sized.clear()
 
 
-def _note_other_slots(plan: Plan, layer: Any, known: Blueprint, actual: Blueprint) -> None:
+def _note_other_structure(plan: Plan, layer: Any, known: Blueprint, actual: Blueprint) -> None:
     """Note what a layer has at the sizes of its entries only, and forget what it has not."""
-    if actual.slots.keys() - _lifecycle.own_slots(layer, actual).keys():
+    same_slots = actual.slots.keys() == known.slots.keys()
+    if not same_slots or _structure.has_pending_arrays(vars(layer)[STATE].spec, actual):
         plan.grown.append((layer, actual))
+    if same_slots:
+        return
     slots = _lifecycle.own_slots(layer, known).items()
     gone = {id(value) for slot, (_, _, value) in slots if slot not in actual.slots}
     plan.missing = [name for name in plan.missing if id(plan.places[name].owner) not in gone]

@@ -4,7 +4,8 @@
 
 A program (:mod:`program_grammar`) is Python source: ``make()`` builds the arguments of ``f``, ``between(w, i)`` changes
 them before call ``i``, and ``bind(w)`` returns ``f``, which closes over the trainer. It is run on two equal sets of
-arguments. If plain Python raises, so must lm.jit, and leave the arguments as they were. ``--lazy`` runs ``f`` in a lazy
+arguments. If plain Python raises, so must lm.jit, and leave the arguments as they were. By seed, ``lm.jit`` donates,
+is nested, or is called in two threads at once, each with arguments of its own. ``--lazy`` runs ``f`` in a lazy
 block instead; ``--plain`` in plain Python, which can't differ.
 
 A LazyError instead of a result is counted as refused, and a program in which rounding becomes large as unstable;
@@ -21,10 +22,12 @@ import functools
 import os
 import random
 import sys
+import threading
 import time
 import unittest.mock
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,10 +58,11 @@ MODES: dict[str, Callable[[Any], Any]] = {
     "jit": lm.jit,
     "donated": lambda f: lm.jit(f, donate_state=True),
     "nested": lambda f: lm.jit(lambda *args, **kwargs: lm.jit(f)(*args, **kwargs)),
+    "threads": lm.jit,
     "lazy": in_a_block,
     "plain": lambda f: f,
 }
-COMPILED = ("jit", "donated", "nested")
+COMPILED = ("jit", "donated", "nested", "threads")
 
 
 def mode_of(seed: int) -> str:
@@ -105,47 +109,84 @@ def difference(program: Program, mode: str) -> str | None:
 
     Raises:
         RefusedError: lm.jit refused it.
-        UnstableError: There is a difference, and it is rounding that the program makes large.
+        UnstableError: There is a difference, and rounding that the program makes large gives one in the same place.
     """
     space: dict[str, Any] = {"__name__": "random_program"}
     exec(compile(program.source(), "<program>", "exec"), space)
-    found = _difference(space, program, MODES[mode], mode in COMPILED)
-    if found is not None and _difference(space, program, _shaken) is not None:
+    found = _difference(space, program, MODES[mode], mode in COMPILED, 2 if mode == "threads" else 1)
+    if found is not None and _place(found) == _place(_difference(space, program, _shaken)):
         raise UnstableError(found)
     return found
 
 
+def _place(found: str | None) -> str | None:
+    return found and found.partition("\n")[0]
+
+
 def _shaken(f: Any) -> Any:
     """Return a function that is called with another rounding of ``x``."""
-    return lambda x, *args, **kwargs: f(x * (1 + 1e-5), *args, **kwargs)
+    return lambda x, *args, **kwargs: f(x * (1 + 1e-6), *args, **kwargs)
 
 
-def _difference(space: dict[str, Any], program: Program, run: Any, restores: bool = False) -> str | None:
-    plain, other, failed = space["make"](), space["make"](), set[int]()
-    f, compiled = space["bind"](plain), run(space["bind"](other))
+def _difference(
+    space: dict[str, Any], program: Program, run: Any, restores: bool = False, threads: int = 1
+) -> str | None:
+    plain, failed = space["make"](), set[int]()
+    others = [space["make"]() for _ in range(threads)]
+    f = space["bind"](plain)
+    compiled = [run(space["bind"](w)) for w in others]
+    if "trainer" not in program.names:  # else each closes over its own
+        compiled = [compiled[0]] * threads
     for i in range(program.calls):
-        for w in (plain, other):
-            try:
-                space["between"](w, i)
-            except Exception as error:  # the change does not fit this model
-                if w is plain:
-                    return None
-                return f"call {i}: the change raised {error!r}"
+        fits = [_changed(space, w, i) for w in (plain, *others)]
+        if any(fits):  # the change does not fit this model
+            return None if len({*fits}) == 1 else f"call {i}: the change raised {fits}"
         want, raised = _called(f, plain, program, i)
-        got, error = _called(compiled, other, program, i)
-        if isinstance(raised, lm.UninitializedError) and error is None:
+        answers = _at_once(compiled, others, program, i)
+        if isinstance(raised, lm.UninitializedError) and answers[0][1] is None:
             return None  # a lazy layer in a transform: lm.jit sizes it before
-        if (raised is None) != (error is None):
-            return _of_errors(i, raised, error)
         if raised is not None and restores:
             failed.add(i)
             plain = _replayed(space, program, i, failed)
             f = space["bind"](plain)
-        try:
-            with unittest.mock.patch.dict(ROUNDING, float32=_ROUNDING):
-                compare(f"call {i}", _pairs(want, plain), _pairs(got, other))
-        except lm.LazyError as found:
-            return str(found).rpartition("\n  write")[0]
+        for w, (got, error) in zip(others, answers, strict=True):
+            if (raised is None) != (error is None):
+                return _of_errors(i, raised, error)
+            found = _first_difference(f"call {i}", _pairs(want, plain), _pairs(got, w))
+            if found is not None:
+                return found
+    return None
+
+
+def _changed(space: dict[str, Any], w: dict[str, Any], i: int) -> str | None:
+    """Do what happens before a call; return the error that this raised."""
+    try:
+        space["between"](w, i)
+    except Exception as error:
+        return repr(error)
+    return None
+
+
+def _at_once(functions: list[Any], worlds: list[Any], program: Program, i: int) -> list[tuple[Any, Exception | None]]:
+    """Call functions at the same time, each in a thread of its own; a single one in this thread."""
+    if len(functions) == 1:
+        return [_called(functions[0], worlds[0], program, i)]
+    gate = threading.Barrier(len(functions))
+
+    def call(f: Any, w: Any) -> tuple[Any, Exception | None]:
+        gate.wait()
+        return _called(f, w, program, i)
+
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return list(pool.map(call, functions, worlds))
+
+
+def _first_difference(name: str, want: list[tuple[str, Any]], got: list[tuple[str, Any]]) -> str | None:
+    try:
+        with unittest.mock.patch.dict(ROUNDING, float32=_ROUNDING):
+            compare(name, want, got)
+    except lm.LazyError as found:
+        return str(found).rpartition("\n  write")[0]
     return None
 
 

@@ -87,6 +87,10 @@ def seen(x):
     where = sorted((s.device.id, str(s.index)) for s in x.addressable_shards)
     return np.asarray(x).tolist(), where, x.committed, x.sharding.is_fully_replicated
 
+def same(got, want):  # to rounding: operations of one program are fused
+    pairs = zip(got, want, strict=True)
+    return all(a[1:] == b[1:] and np.allclose(a[0], b[0], rtol=1e-6, atol=1e-7) for a, b in pairs)
+
 SCENES = (
     *(on_two_devices, spread_and_not, moved, made_there, jitted, constrained),
     *(mapped, parameters, of_numpy, by_default),
@@ -99,9 +103,9 @@ for scene in SCENES:
     with lm.lazytensor.lazy():
         out = scene()
         lm.lazytensor.mark_step()
-    assert inside == want, (scene, inside, want)
+    assert same(inside, want), (scene, inside, want)
     after = [seen(x) for x in out]
-    assert after == want, (scene, after, want)
+    assert same(after, want), (scene, after, want)
 
 with lm.lazytensor.lazy():
     a, b = jax.device_put(jnp.ones(4), devices[0]) * 2, jax.device_put(jnp.ones(4), devices[1]) * 3
@@ -143,10 +147,10 @@ def test_an_array_is_data_of_an_object() -> None:
             self.y = self.x * 2
 
     def scene() -> Any:
-        held = Held(jnp.array(3.0))
+        held: Any = Held(jnp.array(3.0))
         held.renew()
         with pytest.raises(ValueError, match="annotated with nnx"):
-            held.z = nnx.static(jnp.ones(2))
+            held.z = nnx.static(jnp.ones(2))  # type: ignore[attr-defined]
         return [float(v) for v in jax.tree.leaves(held)], sorted(
             str(path) for path, _ in nnx.to_flat_state(nnx.state(held))
         )
@@ -168,7 +172,6 @@ def test_an_array_that_a_compiled_function_stores_is_data(decides: bool) -> None
         return attributes, [np.asarray(leaf).tolist() for leaf in jax.tree.leaves((model, made["inner"]))]
 
     models = [nnx.Linear(1, 1, rngs=nnx.Rngs(0)) for _ in range(2)]
-    del models[0].__dict__["promote_dtype"], models[1].__dict__["promote_dtype"]
     call = lm.jit(store)
     for _ in range(3):
         got, want = state(models[0], call(models[0], jnp.ones(2))), state(models[1], store(models[1], jnp.ones(2)))

@@ -1,0 +1,221 @@
+"""Constructors that decide by a size: what is there, tied, how many there are. Sized in every way as explicit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import lazymods as lm
+
+
+class Shortcut(nnx.Module):
+    """A residual block: a shortcut only where widths differ."""
+
+    def __init__(self, n: int, m: int, *, rngs: nnx.Rngs) -> None:
+        self.fc = nnx.Linear(n, m, rngs=rngs)
+        self.short = nnx.Linear(n, m, use_bias=False, rngs=rngs) if n != m else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc(x) + (x if self.short is None else self.short(x))
+
+
+class Extra(nnx.Module):
+    """Holds more at one size than at all others."""
+
+    def __init__(self, n: int, *, rngs: nnx.Rngs) -> None:
+        self.fc = nnx.Linear(n, 2, rngs=rngs)
+        if n == 4:
+            self.extra = nnx.Linear(n, 2, rngs=rngs)
+            self.scale = nnx.Param(jnp.ones((2,)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.fc(x)
+        return y + self.extra(x) * self.scale[None] if hasattr(self, "extra") else y
+
+
+class Inside(nnx.Module):
+    """A block that has blocks that decide, and attributes that wait, below it."""
+
+    def __init__(self, n: int, *, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([Shortcut(n, 4, rngs=rngs), Shortcut(4, 4, rngs=rngs)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Loop(nnx.Module):
+    """As many heads as features, with the size in their names."""
+
+    def __init__(self, n: int, *, rngs: nnx.Rngs) -> None:
+        self.heads = nnx.Dict({f"head{i}": nnx.Linear(n, 2, rngs=rngs) for i in range(n)})
+        self.name = f"net-{n}"
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.stack([head(x) for head in self.heads.values()])
+
+
+class Divided(nnx.Module):
+    """Widths that must be divisible, and what is inside waits for the quotient."""
+
+    def __init__(self, n: int, heads: int, *, rngs: nnx.Rngs) -> None:
+        assert n % heads == 0, f"{n} features in {heads} heads"
+        self.width = n // heads
+        self.q = nnx.LinearGeneral(n, (heads, self.width), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.q(x)
+
+
+class Tied(nnx.Module):
+    """One layer for both inputs where they are as wide as each other."""
+
+    def __init__(self, n: int, k: int, *, rngs: nnx.Rngs) -> None:
+        self.a = nnx.Linear(n, 3, rngs=rngs)
+        self.b = self.a if n == k else nnx.Linear(k, 3, rngs=rngs)
+
+    def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        return self.a(x) + self.b(y)
+
+
+class Tables(nnx.Module):
+    """Raw arrays of JAX and of numpy, whose sizes follow."""
+
+    def __init__(self, n: int, *, rngs: nnx.Rngs) -> None:
+        self.mask = jnp.tril(jnp.ones((n, n)))
+        self.frequencies = np.arange(n, dtype=np.float32)
+        self.scale = n**-0.5
+        self.w = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (n, 2)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return ((x * self.scale + self.frequencies[None]) @ self.mask) @ self.w[...]
+
+
+class Default(nnx.Module):
+    """A size that has a default, on which more depends than one shape."""
+
+    def __init__(self, n: int = 3, m: int = 2, *, rngs: nnx.Rngs) -> None:
+        self.n = n
+        self.fc = nnx.Linear(n, m, rngs=rngs)
+        self.bias = nnx.Param(jnp.zeros((n,)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc(x + self.bias[None])
+
+
+def n(config: Any, x: Any) -> dict[str, int]:
+    return {"n": x.shape[-1]}
+
+
+def n_and_k(config: Any, x: Any, y: Any) -> dict[str, int]:
+    return {"n": x.shape[-1], "k": y.shape[-1]}
+
+
+CASES: dict[str, tuple[Any, Callable[..., Any], dict[str, int], tuple[int, ...]]] = {
+    "shortcut": (Shortcut, n, {"m": 4}, (6,)),
+    "no shortcut": (Shortcut, n, {"m": 4}, (4,)),
+    "extra": (Extra, n, {}, (4,)),
+    "no extra": (Extra, n, {}, (5,)),
+    "inside, shortcut": (Inside, n, {}, (6,)),
+    "inside, none": (Inside, n, {}, (4,)),
+    "loop": (Loop, n, {}, (3,)),
+    "divided": (Divided, n, {"heads": 3}, (6,)),
+    "tied": (Tied, n_and_k, {}, (4, 4)),
+    "not tied": (Tied, n_and_k, {}, (4, 5)),
+    "tables": (Tables, n, {}, (4,)),
+    "default": (Default, n, {}, (3,)),
+    "not the default": (Default, n, {}, (5,)),
+}
+
+
+def assert_same(model: Any, want: Any) -> None:
+    assert nnx.graphdef(model) == nnx.graphdef(want)
+    for (path, a), (other, b) in zip(*(nnx.to_flat_state(nnx.state(m)) for m in (model, want)), strict=True):
+        assert path == other
+        x, y = (v.get_raw_value() if isinstance(v, nnx.Variable) else v for v in (a, b))
+        assert type(x) is type(y)
+        np.testing.assert_array_equal(x, y, err_msg=str(path))
+
+
+def both(name: str) -> tuple[Any, Any, tuple[jax.Array, ...]]:
+    cls, infer, given, widths = CASES[name]
+    inputs = tuple(jnp.ones((2, w)) for w in widths)
+    return lm.lazy(cls, infer=infer)(**given, rngs=nnx.Rngs(0)), explicit(name), inputs
+
+
+def explicit(name: str) -> Any:
+    cls, infer, given, widths = CASES[name]
+    sizes = infer({}, *(jax.ShapeDtypeStruct((2, w), jnp.float32) for w in widths))
+    return cls(**sizes, **given, rngs=nnx.Rngs(0))
+
+
+WAYS = ["call", "spec", "lm.jit", "load", "file"]
+# a load of a file warns of a tie that the model has only at the sizes which it then finds
+SIZED = [(name, way) for name in CASES for way in WAYS if (name, way) != ("tied", "file")]
+
+
+@pytest.mark.parametrize(("name", "way"), SIZED)
+def test_every_way_gives_what_the_constructor_makes(name: str, way: str, tmp_path: Path) -> None:
+    model, want, inputs = both(name)
+    if (name, way) in {("not the default", "load"), ("not the default", "file")}:
+        with pytest.raises(lm.StateDictError, match="shape"):  # what is not called is known by its default alone
+            lm.load_state_dict(model, lm.state_dict(want))
+        lm.materialize(model, *inputs)
+    elif way == "call":
+        np.testing.assert_array_equal(model(*inputs), want(*inputs))
+    elif way == "spec":
+        lm.materialize(model, *inputs)
+    elif way == "lm.jit":
+        function = lm.jit(lambda m, *x: m(*x))
+        np.testing.assert_array_equal(function(model, *inputs), function(want, *inputs))
+        np.testing.assert_array_equal(function(model, *inputs), function(want, *inputs))
+    elif way == "load":
+        lm.load_state_dict(model, lm.state_dict(want))
+    else:
+        lm.save(want, tmp_path / "model.safetensors")
+        lm.load(model, tmp_path / "model.safetensors")
+    assert not lm.is_lazy(model)
+    assert_same(model, explicit(name))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reports_tell_of_what_is_there_at_these_sizes(name: str) -> None:
+    for report in (lm.infer_shapes, lm.summary):
+        model, want, inputs = both(name)
+        got, expected = report(model, *inputs), report(want, *inputs)
+        assert (got.total_parameters, got.total_bytes) == (expected.total_parameters, expected.total_bytes)
+        rows = [{r.path: (r.inputs, r.parameters) for r in of.rows if r.path} for of in (got, expected)]
+        assert rows[0] == rows[1]
+        assert lm.is_lazy(model)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_load_that_is_refused_leaves_the_layer_as_it_was(name: str) -> None:
+    model, want, inputs = both(name)
+    before = lm.uninitialized_paths(model)
+    with pytest.raises(lm.StateDictError):
+        lm.load_state_dict(model, lm.state_dict(want) | {"nobody": np.ones(2, np.float32)})
+    assert lm.uninitialized_paths(model) == before
+    model(*inputs)
+    assert_same(model, explicit(name))
+
+
+def test_what_the_caller_gave_is_not_inferred() -> None:
+    layer = lm.lazy(Default, infer=n)(n=3, rngs=nnx.Rngs(0))
+    with pytest.raises(lm.ShapeInferenceError, match=r"infer returned the arguments \['n'\]"):
+        layer(jnp.ones((2, 3)))
+    assert lm.is_lazy(layer)
+
+
+def test_a_default_that_infer_does_not_name_stays() -> None:
+    layer = lm.lazy(Default, infer=lambda config, x: {})(rngs=nnx.Rngs(0))
+    layer(jnp.ones((2, 3)))
+    assert_same(layer, Default(rngs=nnx.Rngs(0)))
