@@ -42,6 +42,7 @@ require(core, "escaped_tracer_error", "check_bool_conversion", "check_scalar_con
 require(core, "current_jaxpr_eqn_context", "pytype_aval_mappings")
 require(pxla, "shard_arg_handlers")
 require(literals, "TypedNdArray")
+require(checkify, "check_p")
 
 # What a function of jax asks of a tracer while it only looks, as jnp.power does at its exponent, is answered with None.
 # These need the value, and would have it if they were executed: (jax 0.10.2, 0.11.2 and 0.12.0)

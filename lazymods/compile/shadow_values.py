@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from lazymods._compat.jit import REFERENCES
-from lazymods._compat.tracing import Recorded
+from lazymods._compat import jit as _compat_jit
+from lazymods._compat import tracing
 from lazymods._errors import describe, short_dtype
 from lazymods.compile.tokens import Same, token
 
@@ -106,14 +106,15 @@ def _in_set(value: Any) -> Any:
 
 def is_value(value: Any) -> bool:
     """Whether a value is a number or an array."""
-    return isinstance(value, (bool, int, float, complex, np.generic, np.ndarray, jax.Array, Tracer, *REFERENCES))
+    kinds = (bool, int, float, complex, np.generic, np.ndarray, jax.Array, Tracer)
+    return isinstance(value, (*kinds, *_compat_jit.REFERENCES))
 
 
 def values_differ(want: Any, got: Any) -> tuple[str, str] | None:
     """Say what is there instead of a number or array, if it is another one."""
     want, got = _known(want), _known(got)
-    mutable = isinstance(want, REFERENCES)
-    if not is_value(want) or not is_value(got) or mutable != isinstance(got, REFERENCES):
+    mutable = isinstance(want, _compat_jit.REFERENCES)
+    if not is_value(want) or not is_value(got) or mutable != isinstance(got, _compat_jit.REFERENCES):
         return class_of(got), class_of(want)
     if mutable:
         want, got = want[...], got[...]
@@ -135,7 +136,7 @@ def values_differ(want: Any, got: Any) -> tuple[str, str] | None:
 
 def _known(value: Any) -> Any:
     """Return the value of a lazy tensor; a recording that has ended, as that of a decision, left none."""
-    recorded = isinstance(value, Recorded) and value.recorder.is_valid()
+    recorded = isinstance(value, tracing.Recorded) and value.recorder.is_valid()
     return value.now("comparison") if recorded else value
 
 

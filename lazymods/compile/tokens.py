@@ -22,7 +22,7 @@ from flax import nnx
 from flax.typing import HashableMapping
 from jax.core import Tracer
 
-from lazymods._compat.jit import REFERENCES
+from lazymods._compat import jit as _compat_jit
 from lazymods.compile.attributes import slots_of
 
 
@@ -51,7 +51,7 @@ _OPEN_CLASSES: frozenset[type] = frozenset((types.SimpleNamespace,))
 @functools.lru_cache(maxsize=4096)
 def kind_of_type(cls: type) -> Kind:
     """Tell what values of a class are to a walk."""
-    if cls in REFERENCES:
+    if cls in _compat_jit.REFERENCES:
         return Kind.ARRAY
     if issubclass(cls, nnx.Variable):
         return Kind.VARIABLE
