@@ -2,8 +2,7 @@
 
 Inside of ``lazy()`` operations are noted in the graph of the thread instead of being run. When Python wants a value, or
 at ``mark_step()``, the graph is cut: what is still held by Python is computed by one program, which is compiled once
-for every structure (``executor``), and recording goes on. A lazy tensor is an array to everything that asks; after the
-block it can be used as any other.
+for every structure (``executor``), and recording goes on. A lazy tensor is an array to everything that asks.
 
 Invariants: an operation runs once, or not at all if nothing holds what it gives; after a run that fails, all is pending
 as before, but for what had effects, and what failed together is computed apart, when it is wanted; every thread has a
