@@ -65,6 +65,7 @@ class Replay:
             held = held_by(self._base.nodes[number])  # type: ignore[union-attr]
             if list(held) != names:
                 refill(held, {name: held[name] for name in names})
+                _compat_jit.Watch.restructured()
         for change in self._record.changes:
             thing = self.value(change.old)
             if change.old.is_variable:

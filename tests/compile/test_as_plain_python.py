@@ -307,3 +307,27 @@ def test_to_lower_a_lazy_model_that_decides_is_an_error_of_jax() -> None:
     with pytest.raises(jax.errors.TracerBoolConversionError):
         lm.lower(decide, model, X)
     assert lm.is_lazy(model)
+
+
+def test_attributes_that_a_transform_sorts_are_sorted_each_time() -> None:
+    class Net(nnx.Module):
+        def __init__(self) -> None:
+            self.z, self.b, self.a = net(), nnx.Param(jnp.ones(2)), nnx.Param(jnp.ones(2))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.z(x) * self.a[...].sum() * self.b[...].sum()
+
+    def orders(wrap: Any) -> list[list[str]]:
+        model, label, found = Net(), nnx.Variable(jnp.ones(3), note="a"), []
+        step = wrap(lambda m, label, x: nnx.grad(lambda m: m(x).sum())(m)["a"][...])
+        for number in range(4):
+            if number % 2:  # it comes last then
+                del model.b
+                model.b = nnx.Param(jnp.ones(2) * number)
+            if number == 2:
+                label.set_metadata("note", 1)
+            step(model, label, X)
+            found.append(list(vars(model)))
+        return found
+
+    assert orders(lm.jit) == orders(lambda step: step)

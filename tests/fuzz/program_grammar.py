@@ -33,7 +33,7 @@ class LazyBlock(nnx.Module):
         self.fc = lm.nn.LazyLinear(3, rngs=rngs)
         self.norm = lm.nn.LazyLayerNorm(rngs=rngs)
     def __call__(self, x):
-        return self.norm(self.fc(x))
+        return self.norm(self.fc(x)) + 0.5  # no sum of 0, on which a program may decide
 
 class Trainer:
     def __init__(self, model):
