@@ -55,6 +55,7 @@ from lazymods.compile.records import Record
 from lazymods.compile.replay import Replay
 from lazymods.compile.sizing import has_optimizer, size
 from lazymods.compile.stages import Staged
+from lazymods.compile.statics import keeping_no_tracer
 from lazymods.compile.trace import Body, NotSizedError, Place, write
 
 _KEPT_SITUATIONS = 16  # for lm.explain()
@@ -353,9 +354,11 @@ class JitFunction(Staged):
     def _body(self, arguments: Arguments, call: Binding) -> Body:
         def run(copies: Copies, arrays: Sequence[Any]) -> tuple[Any, Given]:
             args, kwargs = arguments.rebuild(arrays, copies.of)
-            given = Given(args, kwargs)
-            return copies.of(self._function)(*args, **kwargs), given
+            given, function = Given(args, kwargs), copies.of(self._function)
+            with keeping_no_tracer(reached):
+                return function(*args, **kwargs), given
 
+        reached = [(name, value) for name, value, known in self._captures.named(call.captured) if known]
         reads = self._reads if call.captured.has_objects else None
         return Body(run, call.reach, call.inputs, call.targets, call.impls, reads, self._captures.attributes())
 

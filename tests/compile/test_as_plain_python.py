@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -331,3 +332,40 @@ def test_attributes_that_a_transform_sorts_are_sorted_each_time() -> None:
         return found
 
     assert orders(lm.jit) == orders(lambda step: step)
+
+
+KEPT: dict[str, Any] = {"list": [], "dict": {}, "object": types.SimpleNamespace()}
+STORES: dict[str, Any] = {
+    "list": lambda kept, x: kept.append(x * 2),
+    "dict": lambda kept, x: kept.update(a=x * 2),
+    "object": lambda kept, x: setattr(kept, "a", x * 2),
+}
+
+
+@pytest.mark.parametrize("decides", [False, True])
+@pytest.mark.parametrize("kind", STORES)
+def test_an_array_of_a_trace_is_stored_in_no_constant(kind: str, decides: bool) -> None:
+    kept, store, traces = KEPT[kind], STORES[kind], [0]
+
+    def step(x: jax.Array) -> jax.Array:
+        traces[0] += 1
+        store(kept, x)
+        return x if not decides or x.sum() > 0 else -x
+
+    f = lm.jit(step)
+    for count in (1, 2):
+        with pytest.raises(lm.LazyError, match="kept\n  got:    a compiled function that stores an array there"):
+            f(X)
+        assert not (vars(kept) if kind == "object" else kept) and traces[0] >= count
+
+
+def test_an_error_of_the_function_is_not_hidden_by_what_it_has_stored() -> None:
+    kept: list[Any] = [1]
+
+    def step(x: jax.Array) -> jax.Array:
+        kept.append(x * 2)
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError, match="its own"):
+        lm.jit(step)(X)
+    assert kept == [1]
