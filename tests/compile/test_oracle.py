@@ -145,6 +145,7 @@ def step(m: Model, x: jax.Array) -> jax.Array:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [False, True], ids=["argument", "closed_over"])
 @given(changes=st.lists(st.sampled_from(sorted(CHANGES)), min_size=1, max_size=5), rows=st.sampled_from([2, 3]))
 @settings(deadline=None, max_examples=12, derandomize=True, database=None)

@@ -104,6 +104,7 @@ def test_every_initializer_at_thirty_shapes(name: str, dtype: str) -> None:
 SHORT = [(n, k) for n in (3, 40, 1000) for k in range(1, 20)] + [(7, 5, k) for k in range(1, 9)] + [(300, 4, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["normal", "truncated_normal", "uniform"])
 def test_where_the_last_axis_is_short(name: str) -> None:
     for shape in SHORT:
