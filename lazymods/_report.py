@@ -21,6 +21,7 @@ from lazymods._lifecycle import Drawing
 from lazymods._placeholder import show_shape
 from lazymods._recipe import PartialShape
 from lazymods._session import CallArguments, Session
+from lazymods._snapshot import Containers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,10 +375,13 @@ def _flops(session: Session, path: Path, args: Any, kwargs: Any) -> float | None
         a, k = arguments.put_together(given, nnx.merge(modules, held))
         return jax.tree.leaves(module(*a, **k))
 
+    containers = Containers(session.roots)
     try:
         return _count(jax.jit(call), state, jax.tree.map(_first_call.as_specs, held), arguments.arrays)
     except Exception:  # the model's own run went well: the call alone can't be repeated outside of it
         return None
+    finally:
+        containers.restore()
 
 
 def _count(function: Any, *args: Any) -> float | None:

@@ -32,6 +32,7 @@ from lazymods._errors import (
 )
 from lazymods._graph import HOOKS, STATE, Path, dotted
 from lazymods._recipe import InitSource, Recipe, is_key
+from lazymods._snapshot import Containers
 
 INDEX = "_lazymods__index"
 
@@ -169,7 +170,11 @@ class Session:
             self.finished = model
             return _arrays_only(output)
 
-        self.output = _compat.abstract.call_abstractly(traced, self._arguments.arrays)
+        containers = Containers(self.roots)  # the copy has those of the model
+        try:
+            self.output = _compat.abstract.call_abstractly(traced, self._arguments.arrays)
+        finally:
+            containers.restore()
 
     def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from helpers import array, assert_same_bits, assert_same_model, assert_unchanged, contents, lazy_mlp, plain_mlp, spec
@@ -395,3 +396,59 @@ def test_an_error_inside_a_gradient_is_that_of_the_model() -> None:
     with pytest.raises(KeyError, match="the model's own"):
         lm.materialize(model, spec(2, 3))
     assert lm.has_uninitialized_params(model)
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.calls, self.seen = 0, {"first": 1}
+
+
+class Writing(nnx.Module):
+    """Its forward writes to plain containers and objects, as a counter or a log does."""
+
+    def __init__(self) -> None:
+        self.layer = lm.LazyLinear(3, rngs=nnx.Rngs(0))
+        self.table: Any = nnx.static({"a": 1, "b": 2.0})
+        self.log: Any = nnx.static([])
+        self.names: Any = nnx.static({"x"})
+        self.settings: Any = Settings()
+        self.pair: Any = nnx.static(({"k": []},))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.table["b"], self.table["c"] = self.table.pop("a", 0), 5
+        y = self.layer(x)
+        self.log.append(y)
+        self.names.add("y")
+        self.settings.calls += 1
+        self.settings.seen["last"] = y
+        self.pair[0]["k"].append(y)
+        return y
+
+
+@pytest.mark.parametrize("ask", [lm.infer_shapes, lm.materialize, lm.summary])
+def test_a_run_without_values_leaves_plain_containers_as_they_are(ask: Any) -> None:
+    model = Writing()
+    log, settings = model.log, model.settings
+    ask(model, jnp.ones((2, 4)))
+    assert model.table == {"a": 1, "b": 2.0} and list(model.table) == ["a", "b"]
+    assert model.log is log == [] and model.names == {"x"} and model.pair == ({"k": []},)
+    assert model.settings is settings and settings.calls == 0 and settings.seen == {"first": 1}
+    assert model(jnp.ones((2, 4))).shape == (2, 3) and settings.calls == 1 and len(log) == 1
+
+
+def test_a_lazy_optimizer_is_sized_without_an_effect_of_the_function() -> None:
+    class Table(nnx.Module):
+        def __init__(self) -> None:
+            self.table: Any = nnx.static({"a": 1, "b": 2.0})
+
+    def step(x: jax.Array, model: Any, layer: Any, optimizer: Any) -> jax.Array:
+        y = x + float(model.table["b"])
+        model.table["b"] = model.table["a"]
+        return y
+
+    def run(wrap: Any) -> Any:
+        layer, model = lm.LazyLinear(3, rngs=nnx.Rngs(0)), Table()
+        optimizer = lm.LazyOptimizer(layer, optax.sgd(0.1), wrt=nnx.Param)
+        return wrap(step)(jnp.zeros(2), model, layer, optimizer).tolist(), model.table
+
+    assert run(lm.jit) == run(lambda step: step) == ([2.0, 2.0], {"a": 1, "b": 1})
