@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import collections
-import operator
 import sys
 import types
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 from lazymods import _compat, _graph
 from lazymods._graph import ARRAY, NODE, OTHER, PYTREE, VARIABLE, kind_of
+
+
+def refill(held: Any, contents: Any) -> None:
+    """Let a container hold other contents, in their order."""
+    held.clear()
+    held.extend(contents) if isinstance(contents, list) else held.update(contents)
+
+
+def is_same(before: Any, after: Any) -> bool:
+    """Whether a copy of what a container held, or a list of its parts, is what it holds now."""
+    if len(before) != len(after):
+        return False
+    if isinstance(before, set):
+        return {*map(id, before)} == {*map(id, after)}
+    if isinstance(before, dict):
+        return all(a == b and before[a] is after[b] for a, b in zip(before, after, strict=True))
+    return all(a is b for a, b in zip(before, after, strict=True))
 
 
 class Snapshot:
@@ -48,8 +64,7 @@ class Snapshot:
             _compat.set_attributes(node, attributes)
             _compat.set_class(node, cls)
         for container, contents in self._containers:
-            container.clear()
-            container.extend(contents) if isinstance(container, list) else container.update(contents)
+            refill(container, contents)
         for variable, cls, raw, metadata in self._variables:
             _compat.write_variable(variable, cls, raw, metadata)
 
@@ -74,15 +89,15 @@ class Containers:
             seen.add(id(value))
             held = _held(value)
             if held is not None:
-                self._before.append((held, held.copy()))
+                copy_as = next((cls for cls in (dict, set) if isinstance(held, cls)), list)
+                self._before.append((held, copy_as(held)))
             waiting += _parts(value, held)
 
     def restore(self) -> None:
         """Let all that was written to hold again what it held."""
         for held, contents in self._before:
-            if len(held) != len(contents) or not all(map(operator.is_, _flat(held), _flat(contents))):
-                held.clear()
-                held.extend(contents) if isinstance(held, (list, collections.deque)) else held.update(contents)
+            if not is_same(contents, held):
+                refill(held, contents)
 
 
 _CONTAINERS = (dict, list, set, collections.deque)
@@ -105,10 +120,3 @@ def _parts(value: Any, held: Any) -> Iterable[Any]:
         return list(held.values()) if isinstance(held, dict) else list(held)
     return [child for _, child in _graph.children(value) if kind_of(child) not in (VARIABLE, ARRAY)]
 
-
-def _flat(held: Any) -> Iterator[Any]:
-    if isinstance(held, dict):
-        for item in held.items():
-            yield from item
-    else:
-        yield from held

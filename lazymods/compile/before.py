@@ -7,8 +7,9 @@ from typing import Any
 
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
-from lazymods.compile.given import Given, is_same
-from lazymods.compile.picture import Picture, contents_of, held_by, refill
+from lazymods._snapshot import is_same, refill
+from lazymods.compile.given import Given
+from lazymods.compile.picture import Picture, contents_of, held_by
 
 
 def all_or_nothing(run: Callable[[], Any], reach: Sequence[Any], given: Given) -> Any:

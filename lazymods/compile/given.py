@@ -15,7 +15,8 @@ import jax
 
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem
-from lazymods.compile.picture import contents_of, refill
+from lazymods._snapshot import is_same, refill
+from lazymods.compile.picture import contents_of
 from lazymods.compile.tokens import Kind, kind_of_type
 
 _SORTED = (dict, collections.defaultdict)  # by JAX, when it takes them apart
@@ -174,14 +175,3 @@ class Given:
                         "the container once, or a copy of it in all other places",
                     )
                 )
-
-
-def is_same(before: Any, after: Any) -> bool:
-    """Whether a copy of what a container held, or a list of its parts, is what it holds now."""
-    if len(before) != len(after):
-        return False
-    if isinstance(before, set):
-        return {*map(id, before)} == {*map(id, after)}
-    if isinstance(before, dict):
-        return all(a == b and before[a] is after[b] for a, b in zip(before, after, strict=True))
-    return all(a is b for a, b in zip(before, after, strict=True))

@@ -225,12 +225,6 @@ def contents_of(node: Any, kind: Kind | None = None, reads: Reads | None = None)
     return set(node) if kind is Kind.SET else list(node)
 
 
-def refill(held: Any, contents: Any) -> None:
-    """Let a container hold other contents, in their order."""
-    held.clear()
-    held.extend(contents) if isinstance(contents, list) else held.update(contents)
-
-
 def slot_shape(value: Any) -> Any:
     """Return what a slot holds besides arrays, hashable: a static value in a tuple of arrays is part of a structure."""
     if isinstance(value, tuple):

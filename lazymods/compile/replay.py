@@ -9,9 +9,10 @@ import jax
 
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
+from lazymods._snapshot import refill
 from lazymods.compile.attributes import Attributes, new_object
 from lazymods.compile.given import Given, put_in_order
-from lazymods.compile.picture import Picture, held_by, refill
+from lazymods.compile.picture import Picture, held_by
 from lazymods.compile.records import (
     Change,
     Gone,

@@ -11,7 +11,8 @@ from typing import Any
 from jax.core import Tracer
 
 from lazymods._errors import LazyError, Problem
-from lazymods.compile.picture import contents_of, held_by, refill
+from lazymods._snapshot import refill
+from lazymods.compile.picture import contents_of, held_by
 from lazymods.compile.tokens import Kind, kind_of
 
 _SKIPPED = (types.ModuleType, types.CodeType, type)  # a tracer is no part of these
