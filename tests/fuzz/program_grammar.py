@@ -26,7 +26,7 @@ class Block(nnx.Module):
         self.seen = nnx.Variable(jnp.zeros((), jnp.int32), tag=1)
         self.kept = nnx.Param(jnp.ones(3))
     def __call__(self, x):
-        return jnp.tanh(self.fc(x)) * self.scale + self.kept[...]
+        return jnp.arctan(self.fc(x)) * self.scale + self.kept[...]  # tanh is 1 to rounding soon, its slope is rounding
 
 class LazyBlock(nnx.Module):
     def __init__(self, rngs):
