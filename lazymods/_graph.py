@@ -7,7 +7,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import jax
@@ -65,7 +65,7 @@ class Kind(enum.IntEnum):
     VARIABLE = 0
     ARRAY = 1
     NODE = 2  # an nnx object
-    MAPPING = 3
+    MAPPING = 3  # one that nobody can change, such as a FrozenDict, is a PYTREE if JAX knows it
     SEQUENCE = 4
     PYTREE = 5  # an object of another class that JAX knows as a pytree, such as a flax.struct dataclass
     OTHER = 6
@@ -83,7 +83,9 @@ def kind_of(value: Any) -> Kind:
     kind = _kind_of_type(type(value))
     if kind is None:
         return _kind_of_instance(value)
-    return OTHER if kind is PYTREE and jax.tree_util.all_leaves((value,)) else kind  # registered late, perhaps
+    if kind is PYTREE and jax.tree_util.all_leaves((value,)):  # registered late, perhaps
+        return MAPPING if isinstance(value, Mapping) else OTHER
+    return kind
 
 
 @functools.lru_cache(maxsize=4096)  # isinstance() asks the metaclasses of Variables and arrays, every time
@@ -94,7 +96,7 @@ def _kind_of_type(cls: type) -> Kind | None:
         return NODE
     if issubclass(cls, (np.ndarray, jax.ShapeDtypeStruct)):
         return ARRAY
-    if issubclass(cls, Mapping):
+    if issubclass(cls, MutableMapping):
         return MAPPING
     if issubclass(cls, (list, tuple)):
         return SEQUENCE
@@ -158,20 +160,23 @@ def _entries(holder: Any, path: Path, above: tuple[int, ...]) -> Iterator[Entry]
 def nodes(model: Any) -> list[tuple[Path, Any]]:
     """Every nnx object, ``model`` first, one that is shared under its first name only."""
     found: list[tuple[Path, Any]] = []
-    _collect_nodes(model, (), set(), found)
+    _collect_nodes(model, (), (), set(), found)
     return found
 
 
-def _collect_nodes(value: Any, path: Path, seen: set[int], found: list[tuple[Path, Any]]) -> None:
+def _collect_nodes(
+    value: Any, path: Path, above: tuple[int, ...], seen: set[int], found: list[tuple[Path, Any]]
+) -> None:
+    if id(value) in seen or id(value) in above:  # a cycle
+        return
     if kind_of(value) is NODE:
-        if id(value) in seen:
-            return
         seen.add(id(value))
         found.append((path, value))
+    above = (*above, id(value))
     for key, child in children(value):
         kind = kind_of(child)
         if kind in (NODE, PYTREE) or (NODE < kind < OTHER and child):
-            _collect_nodes(child, (*path, key), seen, found)
+            _collect_nodes(child, (*path, key), above, seen, found)
 
 
 MISSING = object()  # what get_child and at return where there is nothing

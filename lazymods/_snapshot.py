@@ -8,6 +8,8 @@ import types
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
+import numpy as np
+
 from lazymods import _compat, _graph
 from lazymods._graph import ARRAY, NODE, OTHER, PYTREE, VARIABLE, kind_of
 
@@ -36,6 +38,7 @@ class Snapshot:
         self._nodes: list[tuple[Any, type, dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._variables: list[tuple[Any, type, Any, dict[str, Any]]] = []
+        self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         seen: set[int] = set()
         for root in roots:
             self._take(root, seen)
@@ -58,8 +61,14 @@ class Snapshot:
             if kind_of(child) not in (ARRAY, OTHER):
                 self._take(child, seen)
 
+    def keep(self, arrays: Iterable[np.ndarray[Any, Any]]) -> None:
+        """Take the contents of arrays too; one that is among them twice, or overlaps another, has its first ones."""
+        self._arrays = [(array, array.copy()) for array in arrays] + self._arrays
+
     def restore(self) -> None:
         """Put everything back."""
+        for array, contents in self._arrays:
+            array[...] = contents
         for node, cls, attributes in self._nodes:
             _compat.set_attributes(node, attributes)
             _compat.set_class(node, cls)

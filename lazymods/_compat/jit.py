@@ -222,14 +222,13 @@ def executable_of(jitted: Any, *args: Any) -> Executable | None:
     """
     compiled = jitted.lower(*args).compile()
     try:
-        formats = jax.tree.leaves(compiled.input_formats, is_leaf=lambda x: isinstance(x, Format))
-        return _direct(compiled, formats)
+        return _direct(compiled)
     except AttributeError as error:
         tell("the calls of lm.jit", str(error), "jax.jit's own look at each argument")
         return None
 
 
-def _direct(compiled: Any, formats: Sequence[Any]) -> Executable | None:
+def _direct(compiled: Any) -> Executable | None:
     call = compiled._executable.unsafe_call
     if type(call) is not ExecuteReplicated or call.ordered_effects or call.has_unordered_effects:
         return None
@@ -237,6 +236,7 @@ def _direct(compiled: Any, formats: Sequence[Any]) -> Executable | None:
         return None
     if needs_check_special():
         return None
+    formats = jax.tree.leaves(compiled.input_formats, is_leaf=lambda x: isinstance(x, Format))
     return Executable(formats, call.xla_executable.execute_sharded, call.out_handler.handlers)
 
 

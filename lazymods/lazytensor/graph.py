@@ -148,7 +148,7 @@ class Graph:
             return Baked(value)
         start, numbers = self.pools.setdefault(aval, (_PACK * (1 + len(self.pools)), []))
         place = start + len(numbers)
-        numbers.append(value)
+        numbers.append(np.asarray(value)[()] if isinstance(value, np.ndarray) else value)  # numpy packs no arrays
         if cell is not None:
             self._numbers[place] = cell
         return place

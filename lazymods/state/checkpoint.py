@@ -78,6 +78,7 @@ def load(
         StateDictError: If its entries do not fit the model, as for :func:`load_state_dict`.
         FileNotFoundError: If there is no such file.
         ImportError: If it is a PyTorch file and torch is not installed.
+        TypeError: If the model is neither an nnx object nor a dict or list that can be written to.
         ValueError: If an argument has no such choice.
 
     Warns:
@@ -115,9 +116,8 @@ def load(
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
         with progress_bar(progress, f"loading {printable(file.path.name)}", total) as advance:
             owned = {id(value) for value in entries.values()}
-            origin = Origin(
-                f"the checkpoint {printable(str(file.path), 5000)}", sources, owned, advance, layout == "flax"
-            )
+            weak = {new for new, old in sources.items() if any(file.aliases.get(n, n) in file.weak for n in old)}
+            origin = Origin(_called(file), sources, owned, advance, layout == "flax", weak)
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if not isinstance(model, nnx.Pytree):
                 result = training.load_entries(model, entries, **options)

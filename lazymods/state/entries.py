@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import mmap
 from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 
 from lazymods import _compat, _graph
-from lazymods._errors import Problem, StateDictError
+from lazymods._errors import Problem, StateDictError, describe
 from lazymods._graph import ARRAY, MAPPING, NODE, OTHER, PYTREE, SEQUENCE, VARIABLE, Path, dotted, kind_of
 from lazymods._hooks import hooks_of
 from lazymods._lifecycle import TRANSIENT, put
@@ -18,6 +20,18 @@ from lazymods._recipe import is_key
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
 JSON = "json"  # the entry that holds what no array can, a text or a large number: "run_name.json"
+
+
+def check_is_model(model: Any, *, to_write: bool = False) -> None:
+    """Refuse what has no entries, or none that could be written.
+
+    Raises:
+        TypeError: If it is no nnx object, and no dict or list of things.
+    """
+    if isinstance(model, (nnx.Pytree, MutableMapping, list)) or (isinstance(model, Mapping) and not to_write):
+        return
+    needed = "an nnx module, or a dict of a training state"
+    raise TypeError(f'{needed}, is what has entries, got {describe(model)}; a dict can hold it: {{"state": ...}}')
 
 
 def base_name(name: str) -> str:
@@ -61,9 +75,17 @@ class Place(NamedTuple):
     def identity(self) -> tuple[Any, ...]:
         """What is the same for the names of one and the same thing: a shared Variable, or a place in a shared object.
 
-        Arrays are no identity: nobody can change one, so two attributes that are one array are not tied.
+        A JAX array is no identity: nobody can change one, so two attributes that are one array are not tied. An array
+        of numpy that can be written to is one.
         """
-        return (id(self.owner), self.leaf) if self.is_variable else (id(self.holder), self.key, self.leaf)
+        if not self.lazy and is_buffer(self.value):
+            return ("buffer", id(self.value))
+        return (*self.replaced, self.leaf)
+
+    @property
+    def replaced(self) -> tuple[Any, ...]:
+        """What is the same for the parts of one value, which is replaced as a whole."""
+        return (id(self.owner),) if self.is_variable else (id(self.holder), self.key)
 
     @property
     def is_rng(self) -> bool:
@@ -86,6 +108,14 @@ class Place(NamedTuple):
             self.owner.set_raw_value(value)
 
 
+def is_buffer(value: Any) -> bool:
+    """Whether a load writes into an array, as all who share it expect: one of numpy that is not mapped from a file."""
+    base = value
+    while isinstance(base, (np.ndarray, memoryview)) and not isinstance(base, np.memmap):
+        base = base.obj if isinstance(base, memoryview) else base.base
+    return type(value) is np.ndarray and value.flags.writeable and not isinstance(base, (np.memmap, mmap.mmap))
+
+
 def raw_of(variable: nnx.Variable[Any]) -> Any:
     """Return a Variable's value, read out of its reference if it has one."""
     raw = variable.get_raw_value()
@@ -103,6 +133,7 @@ class Survey:
     """
 
     def __init__(self, model: Any) -> None:
+        check_is_model(model, to_write=True)
         self.model = model
         self.nodes = _graph.nodes(model)
         self.places = named_places(model)
@@ -135,10 +166,11 @@ def _replaced(tree: Any, values: Mapping[Path, Any]) -> Any:
         below.setdefault(key, {})[tuple(rest)] = value
     new = {k: _replaced(c, below[k]) if k in below else c for k, c in _graph.children(tree)}
     kind = kind_of(tree)
-    if kind is PYTREE or (kind is MAPPING and not isinstance(tree, MutableMapping)):
+    if kind is PYTREE:
         outer = jax.tree_util.tree_structure(tree, is_leaf=lambda x: x is not tree)
-        keys = [k for k, _ in _graph.pytree_children(tree)]
-        return outer.unflatten([new[k] for k in keys]) if keys else type(tree)(new)
+        return outer.unflatten([new[k] for k, _ in _graph.pytree_children(tree)])
+    if kind is MAPPING and not isinstance(tree, MutableMapping):
+        return type(tree)(new)
     if isinstance(tree, tuple):
         out = tuple.__new__(type(tree), new.values())
         if hasattr(out, "__dict__"):

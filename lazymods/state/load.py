@@ -23,12 +23,12 @@ from lazymods._errors import (
 from lazymods._graph import STATE, dotted
 from lazymods._placeholder import UninitializedArray
 from lazymods._snapshot import Snapshot
-from lazymods.state.entries import Survey, home_trace, prefix_of
+from lazymods.state.entries import Survey, home_trace, is_buffer, prefix_of
 from lazymods.state.files.stored import StoredTensor
 from lazymods.state.plain import decoded
 from lazymods.state.plan import Plan, Write, make_plan
 from lazymods.state.transfer import Incoming, transfer
-from lazymods.state.values import cast
+from lazymods.state.values import cast, is_weak, weakly_typed
 
 
 class _Lists(NamedTuple):
@@ -106,7 +106,8 @@ def load_state_dict(
         StateDictError: If an entry does not fit: shape, dtype (complex into real, out of an integer's range), tied
             parameters whose entries differ, or, if ``strict``, missing and unexpected names.
         UninitializedError: If an uninitialized entry meets a parameter that has a value.
-        TypeError: If ``state_dict`` is no mapping from names.
+        TypeError: If ``state_dict`` is no mapping from names, or the model neither an nnx object nor a dict or list
+            that can be written to.
         ValueError: If ``mismatched`` is neither ``"error"`` nor ``"skip"``.
 
     Example:
@@ -139,6 +140,7 @@ class Origin(NamedTuple):
         owned: The ids of the arrays whose memory JAX may take over.
         advance: Called with the number of bytes whenever some have been copied.
         is_flax_file: Whether it is a file that was taken for one of Flax's names and layouts.
+        weak: The names whose values are of weak type, although they are arrays of numpy.
     """
 
     name: str = "the state dict"
@@ -146,6 +148,7 @@ class Origin(NamedTuple):
     owned: Collection[int] = frozenset()
     advance: Callable[[int], None] | None = None
     is_flax_file: bool = False
+    weak: Collection[str] = frozenset()
 
 
 TORCH_LEAVES = ("weight", "num_batches_tracked", "running_mean", "running_var", "in_proj_weight", "weight_ih_l0")
@@ -195,6 +198,7 @@ def load_entries(
             after = [n for _, n in survey.hooked if _hooks.hooks_of(n, "load_state_dict_post")]
             _raise_problems(plan, result, origin, strict=strict and not after)
             snapshot = snapshot or Snapshot(model)
+            snapshot.keep(w.current for w in plan.writes.values() if is_buffer(w.current))
             with _compat.at_trace(home_trace(model)):  # what is written must outlive the current trace
                 _write(plan, origin)
             for node in reversed(after):  # children before parents
@@ -284,11 +288,19 @@ def _write(plan: Plan, origin: Origin) -> None:
     arrays = transfer([_incoming(w, origin) for w in batch], origin.advance)
     on_device = {w.place.name: a for w, a in zip(batch, arrays, strict=True)}
     parts: dict[tuple[Any, ...], tuple[Write, dict[Any, Any]]] = {}  # several may be parts of one tuple
+    fills = []
     for write in plan.writes.values():
         value = _new_value(write, on_device.get(write.place.name))
-        parts.setdefault(write.place.identity[:-1], (write, {}))[1][write.place.leaf] = value
+        if is_weak(write.current) and (write.place.name in origin.weak or is_weak(write.value)):
+            value = weakly_typed(value)
+        if is_buffer(write.current):
+            fills.append((write.current, value))
+            value = write.current
+        parts.setdefault(write.place.replaced, (write, {}))[1][write.place.leaf] = value
     made = [(write, write.place.replace(values)) for write, values in parts.values()]
-    for write, value in made:  # nothing fails from here on that could be known before
+    for array, values in fills:  # nothing fails from here on that could be known before
+        array[...] = values
+    for write, value in made:
         _put(write, value)
     for layer, blueprint in plan.sized:
         _lifecycle.settle(layer, blueprint)

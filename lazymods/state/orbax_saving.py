@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymods._errors import CheckpointError, LazyError, Problem
+from lazymods._errors import CheckpointError, LazyError, Problem, describe
 from lazymods.state import replacing
 from lazymods.state.files import orbax
-from lazymods.state.files.stored import ALIASES, printable, texts_as_array
+from lazymods.state.files.stored import MAX_NAME_BYTES, NOTES, printable, texts_as_array
 
 
 class PendingSave:
@@ -101,25 +101,28 @@ def check_target(path: Path) -> None:
         raise replacing.refuse_target(path, got)
 
 
-def begin_orbax(path: Path, arrays: Mapping[str, Any], aliases: Mapping[str, str]) -> PendingSave:
+def begin_orbax(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Mapping[str, str]]) -> PendingSave:
     """Begin to write a folder; return when all values have been copied from the device.
 
     Raises:
-        CheckpointError: If Orbax cannot hold an array, one without elements; if something stands there that would be
-            lost; or if it cannot be written.
+        CheckpointError: If Orbax cannot hold an array, such as one without elements; if something stands there that
+            would be lost; or if it cannot be written.
     """
     check_target(path)
     import orbax.checkpoint as ocp
 
     from lazymods._compat import values as _compat_values
 
+    problems = []
     for name, array in arrays.items():
-        if np.size(array) == 0:
-            got, needed = f"an array of shape {np.shape(array)}", "arrays with elements: Orbax stores no others"
-            where, line = printable(f"{path.name}: {name}"), f"lm.save(model, '{printable(str(path))}.safetensors')"
-            raise CheckpointError(Problem(where, got, needed, line))
+        missing = _missing_in_orbax(name, array)
+        if missing is not None:
+            where, line = printable(f"{path.name}: {name}"), f"lm.save(model, '{printable(str(path))}.npz')"
+            problems.append(Problem(where, *missing, line))
+    if problems:
+        raise CheckpointError(*problems)
     known = {name: _compat_values.known(array, "save") for name, array in arrays.items()}
-    tree = _nested(known | ({ALIASES: texts_as_array(aliases)} if aliases else {}))
+    tree = _nested(known | {key: texts_as_array(texts) for key, texts in notes.items()})
     room = None
     _WRITING.acquire()  # until the folder is written, in the background as well
     try:
@@ -171,11 +174,33 @@ def _told_by_the_first(token: str) -> str:
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(raw))).decode().strip()
 
 
+def _missing_in_orbax(name: str, array: Any) -> tuple[str, str] | None:
+    """Say why Orbax can't store an array, or we not find it again, and what it needs; None if they can."""
+    import tensorstore
+
+    if np.size(array) == 0:
+        return f"an array of shape {np.shape(array)}", "arrays with elements: Orbax stores no others"
+    if name in NOTES or "\0" in name or len(name.encode()) > MAX_NAME_BYTES or not all(name.split(".")):
+        return f"the name {printable(repr(name))}", "a name of parts with a dot between each two"
+    try:
+        tensorstore.dtype(array.dtype.name)
+    except (TypeError, ValueError):
+        return describe(array), "an array of a dtype that tensorstore has"
+    return None
+
+
 def _nested(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tree of dicts by the parts of the names; a name below another one, as a key's, stays whole."""
+    """Return a tree of dicts by the parts of the names.
+
+    A name below that of another array, as a key's ``key.impl``, stays whole; so does one that ends in ``value``, for a
+    reader takes that level for the one that ``nnx.State`` has below each Variable.
+    """
     tree: dict[str, Any] = {}
-    for name, array in arrays.items():
+    for name, array in sorted(arrays.items(), key=lambda item: item[0].count(".")):
         *parents, last = name.split(".")
+        if last == orbax.VALUE:
+            tree[name] = array
+            continue
         node = tree
         for part in parents:
             node = node.setdefault(part, {}) if isinstance(node, dict) else node

@@ -12,7 +12,7 @@ from flax import nnx
 from lazymods import _graph, _hooks
 from lazymods._errors import Problem, StateDictError
 from lazymods._recipe import is_key
-from lazymods.state.entries import IMPL, named_places, prefix_of
+from lazymods.state.entries import IMPL, check_is_model, named_places, prefix_of
 
 
 def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = False) -> dict[str, Any]:
@@ -30,6 +30,7 @@ def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = Fal
 
     Raises:
         StateDictError: If two entries would have one name.
+        TypeError: If it is neither an nnx object nor a dict or list.
 
     Example:
         >>> import lazymods as lm
@@ -37,6 +38,7 @@ def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = Fal
         >>> list(lm.state_dict(nnx.List([nnx.Linear(2, 3, rngs=nnx.Rngs(0))])))
         ['0.kernel', '0.bias']
     """
+    check_is_model(model)
     hooked = [(p, n) for p, n in _graph.nodes(model) if _hooks.hooks_of(n)]
     for path, node in hooked:
         _hooks.run_hooks(node, "state_dict_pre", prefix_of(path), True)

@@ -14,7 +14,7 @@ from lazymods._graph import NODE, OTHER, dotted, kind_of
 from lazymods._optimizer import LazyOptimizer
 from lazymods._snapshot import Snapshot
 from lazymods.state import load
-from lazymods.state.entries import named_places, prefix_of
+from lazymods.state.entries import is_buffer, named_places, prefix_of
 
 
 def is_training_state(model: Any) -> bool:
@@ -44,6 +44,7 @@ def load_entries(
     if not lazy:
         return load.load_entries(state, entries, strict=strict, mismatched=mismatched, dtype=dtype, origin=origin)
     snapshot = Snapshot(state)
+    snapshot.keep(p.value for p in named_places(state).values() if is_buffer(p.value))
     try:
         rest = {name: value for name, value in entries.items() if not name.startswith(tuple(lazy))}
         load.load_entries(state, rest, strict=False, mismatched=mismatched, dtype=dtype, origin=origin)

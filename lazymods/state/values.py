@@ -57,7 +57,24 @@ def cast_problem(array: Any, dtype: Any) -> str | None:
         return _integer_problem(np.asarray(array), dtype)
     if dtype == np.bool_ and not bool(np.all((np.asarray(array) == 0) | (np.asarray(array) == 1))):
         return "only zeros and ones, for a boolean"
+    if jnp.issubdtype(dtype, jnp.inexact) and not isinstance(array, Tracer) and not _stays_finite(array, dtype):
+        return f"numbers of a size that {np.dtype(dtype).name} has"
     return None
+
+
+def _stays_finite(array: Any, dtype: Any) -> bool:
+    """Whether no finite number of an array becomes infinite, or none, in another dtype."""
+    if jnp.issubdtype(array.dtype, jnp.inexact):
+        source, target = jnp.finfo(array.dtype), jnp.finfo(dtype)
+        if target.min <= source.min and source.max <= target.max:
+            return True
+    array = np.asarray(array)
+    with np.errstate(all="ignore"):
+        if array.dtype.kind == "f" and array.size:
+            ends = np.array([array.min(), array.max()])
+            if np.isfinite(ends).all():
+                return bool(np.isfinite(ends.astype(dtype)).all())
+        return bool((np.isfinite(array.astype(dtype)) | ~np.isfinite(array)).all())
 
 
 def _integer_problem(array: np.ndarray[Any, Any], dtype: Any) -> str | None:
@@ -86,6 +103,22 @@ def cast(array: jax.Array, dtype: Any, like: Any) -> jax.Array:
         if like.committed and out.sharding != like.sharding:
             out = jax.device_put(out, like.sharding)
     return out
+
+
+def is_weak(value: Any) -> bool:
+    """Whether it is an array, or a spec of one, of weak type; a random key has none."""
+    return bool(getattr(value, "weak_type", False))
+
+
+def weakly_typed(array: jax.Array) -> jax.Array:
+    """Return an array of weak type, as Python's numbers make them; of a dtype that these do not have, as it is."""
+    like = {"f": 0.0, "i": 0, "c": 0j}.get(array.dtype.kind)
+    weak = None if like is None else jnp.full(array.shape, like)
+    if weak is None or weak.dtype != array.dtype:
+        return array
+    out = weak.at[...].set(array)
+    placed = not isinstance(array, Tracer) and array.committed and out.sharding != array.sharding
+    return jax.device_put(out, array.sharding) if placed else out
 
 
 def same_values(a: Any, b: Any) -> bool:

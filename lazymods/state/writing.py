@@ -6,7 +6,6 @@ import json
 import os
 import struct
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,17 @@ from lazymods import _graph
 from lazymods._errors import CheckpointError, Problem, UninitializedError, describe
 from lazymods._placeholder import SIZE_LINE
 from lazymods.state import plain, training
-from lazymods.state.entries import named_places
+from lazymods.state.entries import check_is_model, named_places
 from lazymods.state.files import safetensors
-from lazymods.state.files.stored import ALIASES, DTYPES, Array, texts_as_array
+from lazymods.state.files.stored import ALIASES, DTYPES, MAX_NAME_BYTES, NOTES, WEAK, Array, printable, texts_as_array
 from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target
 from lazymods.state.replacing import check_file_target, replacing
 from lazymods.state.state_dict import state_dict
 from lazymods.state.transfer import ALIGNMENT
+from lazymods.state.values import is_weak
 
 Arrays = dict[str, Array]
+Notes = dict[str, dict[str, str]]  # ALIASES and WEAK, those that there are
 
 
 def save(
@@ -56,6 +57,7 @@ def save(
         CheckpointError: If a value cannot be held by the format, such as 4-bit integers, or by any, such as a function;
             if something stands at the path that is neither a checkpoint nor a regular file; or if it cannot be written
             (then it is an OSError too).
+        TypeError: If the model is neither an nnx object nor a dict or list.
         ValueError: If the suffix is none of these.
 
     Example:
@@ -69,16 +71,19 @@ def save(
         raise ValueError(f"save writes .safetensors, .npz, or an Orbax folder without a suffix, got {path!r}")
     if target.suffix and not wait:
         raise ValueError(f"wait=False is for Orbax folders, whose path has no suffix, got {path!r}")
+    check_is_model(model)
     (check_file_target if target.suffix else check_target)(target)
     _refuse_lazy(model)
     if include_rng is None:
         include_rng = training.is_training_state(model)
     values, aliases = _collect(model, target, include_rng=include_rng)
+    weak = {name: v.dtype.name for name, v in values.items() if is_weak(v)}
+    notes = {key: texts for key, texts in ((ALIASES, aliases), (WEAK, weak)) if texts}
     if target.suffix:
         arrays = {name: _to_host(name, value, target) for name, value in values.items()}
-        writers[target.suffix](target, arrays, aliases)
+        writers[target.suffix](target, arrays, notes)
         return None
-    pending = begin_orbax(target, values, aliases)
+    pending = begin_orbax(target, values, notes)
     if not wait:
         return pending
     pending.wait()
@@ -117,16 +122,30 @@ def _collect(model: Any, path: Path, *, include_rng: bool) -> tuple[dict[str, An
             continue
         aliases.pop(name, None)
         held = plain.stored(name, value.get_raw_value() if isinstance(value, nnx.Variable) else value)
-        if held is None or (held[0] != name and held[0] in entries):
-            got = describe(value) if held is None else f"{describe(value)}, beside an entry {held[0]}"
-            needed = "an array, a random key, a number or a text: a file holds nothing else"
-            line = f"lm.save of a state without {name}, or with it as an array"
-            problems.append(Problem(f"{path.name}: {name}", got, needed, line))
+        needed, line = "an array, a random key, a number or a text: a file holds nothing else", "it as an array"
+        if not _is_text(name):
+            got, needed, line = describe(value), "a name that UTF-8 can hold", "another name for it"
+        elif held is None:
+            got = describe(value)
+        elif held[0] != name and held[0] in entries:
+            got = f"{describe(value)}, beside an entry {held[0]}"
         else:
             values[held[0]] = held[1]
+            continue
+        where = printable(f"{path.name}: {name}")
+        problems.append(Problem(where, got, needed, f"lm.save of a state without {printable(name)}, or with {line}"))
     if problems:
         raise CheckpointError(*problems)
     return values, aliases
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name can be written: half of a surrogate pair has no bytes."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _to_host(name: str, value: Any, path: Path) -> Array:
@@ -145,7 +164,7 @@ def _to_host(name: str, value: Any, path: Path) -> Array:
 # ---------------------------------------------------------------- formats
 
 
-def write_safetensors(path: Path, arrays: Arrays, aliases: Mapping[str, str]) -> None:
+def write_safetensors(path: Path, arrays: Arrays, notes: Notes) -> None:
     """Write a safetensors file whose tensors lie on multiples of 64 bytes, all whose sizes allow it.
 
     The format has no holes, so those whose size is no multiple of 64 come last.
@@ -155,7 +174,8 @@ def write_safetensors(path: Path, arrays: Arrays, aliases: Mapping[str, str]) ->
     for name in order:
         offsets[name] = [position, position + arrays[name].nbytes]
         position += arrays[name].nbytes
-    header: dict[str, Any] = {safetensors.METADATA: dict(aliases)} if aliases else {}
+    metadata = dict(notes.get(ALIASES, {})) | ({WEAK: json.dumps(notes[WEAK])} if WEAK in notes else {})
+    header: dict[str, Any] = {safetensors.METADATA: metadata} if metadata else {}
     for name, array in arrays.items():
         kind = safetensors.NAMES.get(array.dtype)
         if kind is None or name == safetensors.METADATA:
@@ -169,13 +189,14 @@ def write_safetensors(path: Path, arrays: Arrays, aliases: Mapping[str, str]) ->
             file.write(_bytes_of(arrays[name]))
 
 
-def write_npz(path: Path, arrays: Arrays, aliases: Mapping[str, str]) -> None:
+def write_npz(path: Path, arrays: Arrays, notes: Notes) -> None:
     """Write an npz archive; dtypes that numpy has no name for go as raw bytes, their names in an entry of its own."""
     dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.isbuiltin == 2}
-    extras = {key: texts for key, texts in ((DTYPES, dtypes), (ALIASES, aliases)) if texts}
+    extras = ({DTYPES: dtypes} if dtypes else {}) | notes
     with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in arrays.items():
-            if name in (DTYPES, ALIASES) or array.dtype.hasobject:
+            is_name = name not in (DTYPES, *NOTES) and "\0" not in name and len(name.encode()) <= MAX_NAME_BYTES
+            if not is_name or array.dtype.hasobject:
                 raise _cannot_hold(path, name, array, "npz")
             raw = array.view(np.dtype((np.void, array.dtype.itemsize))) if name in dtypes else array
             _write_npy(archive, name, raw)

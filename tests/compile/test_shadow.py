@@ -161,7 +161,9 @@ DIFFERENT: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "zeros": (lambda: (0.0, -0.0), "-0.0"),
     "key of a dict": (lambda: ({1: 0}, {1.0: 0}), "1.0 more"),
     "length": (lambda: ([1, 2], [1]), "1 items"),
-    "static float": (lambda: (1.0, 1.0 + 1e-15), "output (f)"),
+    "number": (lambda: (1.0, 1.0 + 1e-3), "output (f)"),
+    "complex number": (lambda: (1j, 1j + 1e-3), "output (f)"),
+    "not a number": (lambda: (float("nan"), 1.0), "output (f)"),
     "float": (lambda: (jnp.ones(3), jnp.ones(3).at[2].add(1e-3)), "at [2], 1 of 3 wrong"),
     "integer": (lambda: (jnp.int32(2**30), jnp.int32(2**30 + 1)), "1073741825"),
     "boolean": (lambda: (jnp.array(True), jnp.array(False)), "False"),
@@ -230,6 +232,7 @@ def test_rounding_is_no_difference() -> None:
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64):
         want = jnp.array([1.0, 1e-8, 0.0, 300.0], dtype)
         compare("f", [("output", want)], [("output", want * (1 + 2 * float(jnp.finfo(dtype).eps)))])
+    compare("f", [("output", [0.1, 1j])], [("output", [0.1 + 1e-8, 1j + 1e-8])])  # of float(loss)
 
 
 def test_a_number_may_have_become_an_array() -> None:

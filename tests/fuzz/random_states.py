@@ -10,11 +10,16 @@ import ml_dtypes
 import numpy as np
 import optax
 from flax import nnx, struct
+from flax.core import FrozenDict
 
 import lazymods as lm
 
 SUFFIXES = (".safetensors", ".npz", "", "state_dict")
 DTYPES = (np.float32, np.float64, np.int8, np.int64, np.uint16, np.bool_, ml_dtypes.bfloat16, np.float16, np.complex64)
+
+
+# a name is the keys that lead to it, and what a file says more about some
+KEYS = ("a", "a.b", "a.b.c", "value", "x.value", "impl", "json", "", ".", "a.", "a/b", "..", "a\0", "\ud800", "7", "ä")
 
 
 class Carry(NamedTuple):
@@ -43,6 +48,8 @@ class Holder(nnx.Module):
 def array(rng: np.random.Generator) -> Any:
     """Return an array of numpy's or JAX's, at times without axes."""
     shape = tuple(int(n) for n in rng.integers(1, 4, rng.integers(0, 3)))
+    if rng.random() < 0.2:  # of weak type
+        return jnp.full(shape, (0.5, 3, 1j)[rng.integers(3)]) * int(rng.integers(9))
     made = np.asarray(rng.integers(0, 100, shape)).astype(DTYPES[rng.integers(len(DTYPES))])
     return made if rng.random() < 0.4 else jnp.asarray(made)
 
@@ -64,7 +71,7 @@ def leaf(rng: np.random.Generator) -> Any:
 
 def value(rng: np.random.Generator, depth: int = 3) -> Any:
     """Return a random nested value."""
-    kind = rng.integers(12) if depth else 0
+    kind = rng.integers(14) if depth else 0
     if kind < 4:
         return leaf(rng)
     several = [value(rng, depth - 1) for _ in range(rng.integers(0, 3))]
@@ -77,6 +84,8 @@ def value(rng: np.random.Generator, depth: int = 3) -> Any:
         lambda: optax.adam(0.1).init({"w": jnp.ones(2) * rng.random()}),
         lambda: np.random.default_rng(int(rng.integers(99))).bit_generator.state,
         lambda: Holder(value(rng, depth - 1), value(rng, depth - 1)),
+        lambda: FrozenDict(zip("abc", several, strict=False)),
+        lambda: dict(zip(rng.choice(KEYS, len(several), replace=False).tolist(), several, strict=True)),
     )
     return makers[kind - 4]()
 
@@ -93,8 +102,8 @@ def blank(x: Any) -> Any:
     """Return a template: the same structure and types with other values."""
     if isinstance(x, Holder):
         return Holder(blank(x.raw), blank(x.variable.get_raw_value()))
-    if isinstance(x, dict):
-        return {k: blank(v) for k, v in x.items()}
+    if isinstance(x, (dict, FrozenDict)):
+        return type(x)({k: blank(v) for k, v in x.items()})
     if isinstance(x, Stats):
         return Stats(blank(x.mean), blank(x.count))
     if isinstance(x, tuple) and hasattr(x, "_fields"):
@@ -106,26 +115,32 @@ def blank(x: Any) -> Any:
     if isinstance(x, np.ndarray):
         return np.zeros_like(x)
     if isinstance(x, jax.Array):
-        return jnp.zeros_like(x)
+        return jnp.full(x.shape, x.dtype.type(0).item()) if x.weak_type else jnp.zeros_like(x)
     return None if x is None else type(x)(0) if isinstance(x, np.generic) else type(x)()
+
+
+def raw_of(array: jax.Array) -> np.ndarray:
+    return np.asarray(jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array)
 
 
 def difference(x: Any, y: Any, path: str = "") -> str:
     """Say where two states differ in type or value, '' if nowhere."""
     if isinstance(x, jax.Array) and isinstance(y, jax.Array) and x.dtype == y.dtype:
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        x, y = np.asarray(x), np.asarray(y)
+        if getattr(x, "weak_type", None) != getattr(y, "weak_type", None):
+            return f"{path}: another weak type"
+        x, y = raw_of(x), raw_of(y)
     if type(x) is not type(y):
         return f"{path}: {type(x).__name__} came back as {type(y).__name__}"
     if isinstance(x, Holder):
         x, y = [vars_of(h) for h in (x, y)]
     if isinstance(x, Stats):
         x, y = [parts_of(s) for s in (x, y)]
-    if isinstance(x, (dict, list, tuple)):
-        if len(x) != len(y) or (isinstance(x, dict) and list(x) != list(y)):
+    if isinstance(x, FrozenDict) and jax.tree.structure(x) != jax.tree.structure(y):
+        return f"{path}: another structure"
+    if isinstance(x, (dict, list, tuple, FrozenDict)):
+        if len(x) != len(y) or (isinstance(x, (dict, FrozenDict)) and list(x) != list(y)):
             return f"{path}: other keys"
-        keys = list(x) if isinstance(x, dict) else range(len(x))
+        keys = list(x) if isinstance(x, (dict, FrozenDict)) else range(len(x))
         return next((d for k in keys if (d := difference(x[k], y[k], f"{path}.{k}"))), "")
     if isinstance(x, (np.ndarray, np.generic)):
         same = x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()

@@ -25,6 +25,7 @@ from lazymods.state.files.archive import Entry, check_sum, check_sums, read_dire
 from lazymods.state.files.stored import (
     ALIASES,
     DTYPES,
+    WEAK,
     Array,
     Checkpoint,
     StoredTensor,
@@ -33,7 +34,7 @@ from lazymods.state.files.stored import (
     map_file,
     possible,
     printable,
-    read_json,
+    read_texts,
     refuse,
     small_dtype_named,
     view,
@@ -73,7 +74,7 @@ def open_npz(path: Path) -> Checkpoint:
     entries = {name: entry for name, entry in read_directory(path, data).items() if not name.endswith("/")}
     check_unpacked(path, sum(e.size for e in entries.values() if e.compressed), len(data))
     headers = {_tensor_name(path, name): (_read_header(path, data, e), e) for name, e in entries.items()}
-    texts = {key: _read_texts(path, data, key, *headers.pop(key)) for key in (DTYPES, ALIASES) if key in headers}
+    texts = {key: _read_texts(path, data, key, *headers.pop(key)) for key in (DTYPES, ALIASES, WEAK) if key in headers}
     dtypes = texts.get(DTYPES, {})
     for name in dtypes:
         if name not in headers:
@@ -85,7 +86,8 @@ def open_npz(path: Path) -> Checkpoint:
     for alias, kept in aliases.items():
         if kept not in tensors or alias in tensors:
             raise refuse(path, f"another name for {printable(kept)}", "another name for one tensor", tensor=alias)
-    return Checkpoint(path, "npz", tensors, aliases, check_sums=lambda: check_sums(path, data, entries.values()))
+    weak = texts.get(WEAK, {}).keys()
+    return Checkpoint(path, "npz", tensors, aliases, weak, check_sums=lambda: check_sums(path, data, entries.values()))
 
 
 def _tensor_name(path: Path, name: str) -> str:
@@ -174,7 +176,4 @@ def _dtype(path: Path, name: str, header: _Header, stored_as: str | None) -> np.
 def _read_texts(path: Path, data: Array, key: str, header: _Header, entry: Entry) -> Mapping[str, str]:
     if header.descr not in ("|u1", "<u1") or len(header.shape) != 1 or header.shape[0] != entry.size - header.begin:
         raise refuse(path, f"{header.descr}{list(header.shape)}", "the bytes of a JSON object, |u1", tensor=key)
-    texts = read_json(path, read_entry(path, data, entry)[header.begin :].tobytes(), "an entry", key)
-    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise refuse(path, printable(repr(texts)), "a JSON object of texts", tensor=key)
-    return texts
+    return read_texts(path, read_entry(path, data, entry)[header.begin :].tobytes(), key)

@@ -24,6 +24,7 @@ from lazymods._errors import CheckpointError, one_line
 from lazymods.state.files import orbax_folder
 from lazymods.state.files.stored import (
     ALIASES,
+    WEAK,
     Array,
     Checkpoint,
     StoredTensor,
@@ -34,6 +35,7 @@ from lazymods.state.files.stored import (
     printable,
     read_description,
     read_json,
+    read_texts,
     refuse,
 )
 from lazymods.state.transfer import empty
@@ -41,7 +43,7 @@ from lazymods.state.transfer import empty
 _TREE = "_METADATA"
 _STEP = "_CHECKPOINT_METADATA"
 _STORE = "manifest.ocdbt"
-_VALUE = "value"  # the level that a saved nnx.State has below each Variable
+VALUE = "value"  # the level that a saved nnx.State has below each Variable
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 
 Keys = tuple[str, ...]
@@ -70,12 +72,13 @@ def open_orbax(path: Path) -> Checkpoint:
     check_unpacked(path, sum(needed.values()), sum(files.values()))
     orbax_folder.check_sizes(path, files, needed)
     tensors = {".".join(keys): tensor for keys, (tensor, _) in stores.items()}
-    aliases = _read_aliases(path, tensors.pop(ALIASES, None))
-    dropped = _state_levels([keys for keys in stores if keys != (ALIASES,)])
+    notes = {key: _read_note(path, key, tensors[key]) for key in (ALIASES, WEAK) if key in tensors}
+    aliases = notes.get(ALIASES, {})
+    dropped = _state_levels([keys for keys in stores if keys not in ((ALIASES,), (WEAK,))])
     renamed: dict[str, StoredTensor] = {}
     for keys, (tensor, _) in stores.items():
         name = ".".join(keys[:-1] if keys[:1] in dropped else keys)
-        if name == ALIASES:
+        if name in notes:
             continue
         if name in renamed:
             raise refuse(path, "two arrays of this name", "each name once", tensor=name)
@@ -85,7 +88,7 @@ def open_orbax(path: Path) -> Checkpoint:
             raise refuse(path, f"another name for {printable(kept)}", "another name for one tensor", tensor=alias)
     if not renamed:
         raise refuse(path, "an Orbax folder without an array in it", "a tree of arrays")
-    return Checkpoint(path, "Orbax", renamed, aliases)
+    return Checkpoint(path, "Orbax", renamed, aliases, notes.get(WEAK, {}).keys())
 
 
 def refuse_to_replace(path: Path) -> str | None:
@@ -193,19 +196,14 @@ def _state_levels(leaves: Sequence[Keys]) -> set[Keys]:
     found = {
         top
         for top, below in tops.items()
-        if all(len(keys) > 1 and keys[-1] == _VALUE and children[keys[:-1]] == 1 for keys in below)
+        if all(len(keys) > 1 and keys[-1] == VALUE and children[keys[:-1]] == 1 for keys in below)
     }
     return found if found == tops.keys() else {top for top in found if len(tops[top]) > 1}
 
 
-def _read_aliases(path: Path, tensor: StoredTensor | None) -> Mapping[str, str]:
-    """Read the further names of tied tensors, which :func:`lazymods.save` stores as the bytes of a JSON object."""
-    if tensor is None:
-        return {}
-    texts = read_json(path, tensor.read().tobytes(), "an entry", ALIASES)
-    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise refuse(path, printable(repr(texts)), "a JSON object of texts", tensor=ALIASES)
-    return texts
+def _read_note(path: Path, key: str, tensor: StoredTensor) -> Mapping[str, str]:
+    """Read what :func:`lazymods.save` notes about tensors, and stores as the bytes of a JSON object."""
+    return read_texts(path, tensor.read().tobytes(), key)
 
 
 # ---------------------------------------------------------------- the arrays

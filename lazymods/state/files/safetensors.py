@@ -7,7 +7,7 @@ file is mapped: reading a tensor copies nothing.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import numpy as np
 from lazymods._errors import CheckpointError
 from lazymods._recipe import Shape
 from lazymods.state.files.stored import (
+    WEAK,
     Array,
     Checkpoint,
     StoredTensor,
@@ -27,6 +28,7 @@ from lazymods.state.files.stored import (
     possible,
     printable,
     read_json,
+    read_texts,
     refuse,
     view,
 )
@@ -72,7 +74,7 @@ def open_safetensors(path: Path) -> Checkpoint:
     _check_spans(path, spans, len(data) - start)
     tensors = {name: _tensor(path, data, start, name, span) for name, span in spans.items()}
     aliases = {alias: kept for alias, kept in metadata.items() if kept in tensors and alias not in tensors}
-    return Checkpoint(path, "safetensors", tensors, aliases, metadata)
+    return Checkpoint(path, "safetensors", tensors, aliases, _weak(path, metadata), metadata)
 
 
 def looks_like_safetensors(head: bytes) -> bool:
@@ -115,6 +117,11 @@ def _metadata(path: Path, metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise refuse(path, f"the metadata {printable(repr(metadata))}", "an object of texts", tensor=METADATA)
     return metadata
+
+
+def _weak(path: Path, metadata: Mapping[str, str]) -> Collection[str]:
+    """Return the names of the tensors of weak type, which :func:`lazymods.save` notes in the metadata."""
+    return read_texts(path, metadata[WEAK].encode(), WEAK).keys() if WEAK in metadata else ()
 
 
 def _check_entry(path: Path, name: str, entry: Any, length: int) -> _Span:

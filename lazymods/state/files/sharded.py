@@ -68,8 +68,9 @@ def open_index(path: Path) -> Checkpoint:
             shard.check_sums()
 
     aliases = {a: kept for f in files.values() for a, kept in f.aliases.items() if kept in tensors and a not in tensors}
+    weak = [name for f in files.values() for name in f.weak if name in tensors]
     kind = "sharded " + next(iter(files.values())).format if files else "sharded"
-    return Checkpoint(path, kind, tensors, aliases, check_sums=check_sums)
+    return Checkpoint(path, kind, tensors, aliases, weak, check_sums=check_sums)
 
 
 def open_folder(path: Path) -> Checkpoint | None:

@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +33,9 @@ BYTES_OF_JSON_PART = 6  # the shortest entry of a safetensors header has 7 brace
 
 ALIASES = "__aliases__"  # the entry of an npz archive or Orbax folder that names tied tensors
 DTYPES = "__dtypes__"  # the entry of an npz archive that names the dtypes that numpy has no name for
+MAX_NAME_BYTES = 60_000  # of a tensor, for formats that store its length in 16 bits
+WEAK = "__weak_types__"  # the entry, or the text of a safetensors file, that names tensors of weak type
+NOTES = (ALIASES, WEAK)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,6 +72,7 @@ class Checkpoint:
         tensors: What it holds by name, in the file's order: a :class:`StoredTensor`, or, from a PyTorch file, an
             object that is no tensor.
         aliases: Further names of tensors, each with the name that holds the values.
+        weak: The names of tensors whose dtype is weak, as that of ``jnp.full(3, 0.5)`` is.
         metadata: Texts that the file carries.
         check_sums: Reads all that has a checksum which reading the tensors does not look at, and raises
             ``CheckpointError`` if one differs.
@@ -78,6 +82,7 @@ class Checkpoint:
     format: str
     tensors: Mapping[str, Any]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    weak: Collection[str] = ()
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     check_sums: Callable[[], None] = lambda: None
 
@@ -225,6 +230,18 @@ def dtype_named(name: str) -> np.dtype[Any] | None:
 def small_dtype_named(name: str) -> np.dtype[Any] | None:
     """Return the dtype of a name that ml_dtypes has, and numpy has not, or None."""
     return _SMALL.get(name)
+
+
+def read_texts(file: Path, raw: bytes, entry: str) -> Mapping[str, str]:
+    """Read what :func:`texts_as_array` has written.
+
+    Raises:
+        CheckpointError: If it is no JSON object of texts.
+    """
+    texts = read_json(file, raw, "an entry", entry)
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise refuse(file, printable(repr(texts)), "a JSON object of texts", tensor=entry)
+    return texts
 
 
 def texts_as_array(texts: Mapping[str, str]) -> Array:

@@ -1,0 +1,252 @@
+"""What users put into a state comes back with its value, type, sharing and structure, or is refused by its name."""
+
+import types
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import FrozenDict
+from flax.training.train_state import TrainState
+
+import lazymods as lm
+
+FORMATS = (".safetensors", ".npz", "")
+each_format = pytest.mark.parametrize("suffix", FORMATS)
+
+
+class Scaled(nnx.Module):
+    """A model whose output has the dtype of its input: its parameter is of weak type."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = nnx.Param(jnp.full(3, scale))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.scale
+
+
+@each_format
+def test_a_weak_type_comes_back(suffix: str, tmp_path: Path) -> None:
+    saved, loaded, x = Scaled(0.3), Scaled(7.0), jnp.arange(3, dtype=jnp.bfloat16)
+    lm.save(saved, tmp_path / f"s{suffix}")
+    lm.load(loaded, tmp_path / f"s{suffix}")
+    assert loaded(x).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(loaded(x), x * jnp.full(3, 0.3))
+
+
+@each_format
+def test_a_type_that_is_weak_no_more_comes_back(suffix: str, tmp_path: Path) -> None:
+    saved, loaded = Scaled(0.3), Scaled(7.0)
+    saved.scale.set_value(jnp.ones(3))  # as an update of an optimizer leaves it
+    lm.save(saved, tmp_path / f"s{suffix}")
+    lm.load(loaded, tmp_path / f"s{suffix}")
+    assert loaded.scale[...].tolist() == [1, 1, 1] and not loaded.scale[...].weak_type
+
+
+@each_format
+def test_weak_numbers_of_a_state_and_ties_come_back(suffix: str, tmp_path: Path) -> None:
+    def make(k: int) -> dict[str, Any]:
+        scaled = Scaled(k)
+        return {"i": jnp.full((), k), "c": jnp.array(1j * k), "f": jnp.array(k / 2), "a": scaled, "b": scaled}
+
+    lm.save(make(3), tmp_path / f"s{suffix}")
+    state = make(0)
+    lm.load(state, tmp_path / f"s{suffix}")
+    assert [(float(abs(state[n])), state[n].weak_type) for n in "icf"] == [(3, True), (3, True), (1.5, True)]
+    assert state["b"].scale[...].weak_type and state["b"].scale[...].tolist() == [3, 3, 3]
+
+
+def test_a_weak_entry_stays_weak_only_in_a_weak_place() -> None:
+    weak, strong = Scaled(1.0), Scaled(1.0)
+    strong.scale.set_value(jnp.ones(3))
+    for model in (weak, strong):
+        lm.load_state_dict(model, {"scale": jnp.full(3, 2.0)})
+    assert weak.scale[...].weak_type and not strong.scale[...].weak_type
+    lm.load_state_dict(weak, {"scale": np.ones(3, np.float32)})  # numpy has no weak types
+    assert not weak.scale[...].weak_type
+
+
+NAMES = ("lr.min", "lr", "lr.min.x", "value", "x.value", "a/b", "a b", "ä", "7", "impl", "json", "x.impl")
+
+
+@each_format
+@pytest.mark.parametrize("names", [NAMES, NAMES[::-1]], ids=["as listed", "backwards"])
+def test_any_name_comes_back(names: tuple[str, ...], suffix: str, tmp_path: Path) -> None:
+    def make(k: int) -> dict[str, Any]:
+        return {name: jnp.arange(2.0) + len(name) * k for name in names} | {"deep": {"value": jnp.ones(1) * k}}
+
+    lm.save(make(1), tmp_path / f"s{suffix}")
+    state = make(0)
+    lm.load(state, tmp_path / f"s{suffix}")
+    jax.tree.map(np.testing.assert_array_equal, state, make(1))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "name"),
+    [
+        *[("", name) for name in ("", ".", "..", "a..b", ".a", "a.", "a\0b", "\ud800", "__aliases__", "n" * 70_000)],
+        *[(".npz", name) for name in ("a\0b", "\ud800", "__dtypes__", "__weak_types__", "n" * 70_000)],
+        *[(".safetensors", name) for name in ("\ud800", "__metadata__")],
+    ],
+)
+def test_a_name_that_a_format_has_not_is_refused(suffix: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / f"s{suffix}"
+    with pytest.raises(lm.CheckpointError, match="a name"):
+        lm.save({"good": jnp.ones(2), name: jnp.ones(3)}, path)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("dtype", ["uint4", "uint2", "int1", "float8_e4m3", "float6_e2m3fn"])
+def test_a_dtype_that_orbax_has_not_is_refused_by_name(dtype: str, tmp_path: Path) -> None:
+    state = {"good": jnp.ones(3), "quantized": np.ones(3, getattr(ml_dtypes, dtype))}
+    with pytest.raises(lm.CheckpointError, match=r"quantized\n.*\n.*dtype that tensorstore has"):
+        lm.save(state, tmp_path / "s")
+    assert not (tmp_path / "s").exists()
+
+
+# ---------------------------------------------------------------- sharing
+
+
+@each_format
+def test_a_load_fills_arrays_of_numpy_where_they_are(suffix: str, tmp_path: Path) -> None:
+    def make(k: int) -> tuple[dict[str, Any], np.ndarray]:
+        base = np.arange(6.0) + k
+        return {"a": base, "b": base, "part": base[2:4], "in": (base, [base])}, base
+
+    lm.save(make(0)[0], tmp_path / f"s{suffix}")
+    state, base = make(9)
+    lm.load(state, tmp_path / f"s{suffix}")
+    assert state["a"] is base and state["b"] is base and state["in"][0] is base and state["in"][1][0] is base
+    assert base.tolist() == [0, 1, 2, 3, 4, 5] and state["part"].tolist() == [2, 3]
+    base[2] = 7
+    assert state["part"][0] == 7
+
+
+def test_arrays_that_are_one_take_no_two_values() -> None:
+    array = np.zeros(2)
+    state = {"a": array, "b": array}
+    with pytest.raises(lm.StateDictError, match="another value than a"):
+        lm.load_state_dict(state, {"a": np.ones(2), "b": np.full(2, 2.0)})
+    assert array.tolist() == [0, 0]
+
+
+def test_arrays_that_nobody_may_write_are_replaced(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "mine", np.float32, "w+", shape=(2,))
+    fixed = np.zeros(2, np.float32)
+    fixed.flags.writeable = False
+    state = {"mapped": mapped, "view": np.asarray(mapped), "fixed": fixed}
+    lm.load_state_dict(state, {name: np.ones(2, np.float32) for name in state})
+    assert all(value.tolist() == [1, 1] for value in state.values())
+    mapped.flush()
+    assert np.fromfile(tmp_path / "mine", np.float32).tolist() == [0, 0] and fixed.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["ready", "lazy"])
+def test_a_failed_load_leaves_arrays_of_numpy_as_they_were(lazy: bool) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    made: Any = lm.LazyOptimizer if lazy else nnx.Optimizer
+    state = {"array": np.zeros(2), "model": model, "optimizer": made(model, optax.sgd(0.1), wrt=nnx.Param)}
+    given = lm.state_dict({**state, "array": np.ones(2)})
+    if lazy:
+        given = {**given, "optimizer.step": jnp.uint32(0)}
+    lm.register_load_state_dict_post_hook(model, fails)
+    with pytest.raises(RuntimeError):
+        lm.load_state_dict(state, given)
+    assert state["array"].tolist() == [0, 0]
+
+
+# ---------------------------------------------------------------- structure
+
+
+def test_a_frozen_dict_keeps_its_structure(tmp_path: Path) -> None:
+    def make(k: int) -> dict[str, Any]:
+        return {"p": FrozenDict({"b": {"w": jnp.ones(2) * k, "n": k}, "a": jnp.ones(1) * k})}
+
+    lm.save(make(1), tmp_path / "s.npz")
+    state = make(5)
+    lm.load(state, tmp_path / "s.npz")
+    assert jax.tree.structure(state) == jax.tree.structure(make(1))
+    jax.tree.map(np.testing.assert_array_equal, state, make(1))
+
+
+def test_a_mapping_that_nobody_can_change_is_replaced(tmp_path: Path) -> None:
+    def make(k: int) -> dict[str, Any]:
+        return {"conf": types.MappingProxyType({"a": k, "b": np.ones(2) * k})}
+
+    lm.save(make(1), tmp_path / "s.npz")
+    state = make(2)
+    lm.load(state, tmp_path / "s.npz")
+    assert type(state["conf"]) is types.MappingProxyType and state["conf"]["a"] == 1
+    assert state["conf"]["b"].tolist() == [1, 1]
+
+
+def test_a_state_that_holds_itself(tmp_path: Path) -> None:
+    def make(k: int) -> dict[str, Any]:
+        state: dict[str, Any] = {"w": jnp.ones(2) * k, "l": []}
+        state["me"] = state
+        state["l"].append(state)
+        return state
+
+    lm.save(make(1), tmp_path / "s.npz")
+    state = make(2)
+    lm.load(state, tmp_path / "s.npz")
+    assert state["me"] is state and state["l"][0] is state and state["w"].tolist() == [1, 1]
+
+
+NO_MODELS: dict[str, Any] = {
+    "variable": lambda: nnx.Param(jnp.ones(2)),
+    "array": lambda: jnp.ones(2),
+    "number": lambda: 3,
+    "class": lambda: nnx.Linear,
+    "tuple": lambda: (jnp.ones(2),),
+    "optax state": lambda: optax.adam(0.1).init(jnp.ones(2)),
+    "train state": lambda: TrainState.create(apply_fn=print, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1)),
+    "none": lambda: None,
+}
+
+
+@pytest.mark.parametrize("make", NO_MODELS.values(), ids=NO_MODELS)
+def test_what_has_no_entries_is_refused_before_anything_is_written(make: Any, tmp_path: Path) -> None:
+    path = tmp_path / "s.npz"
+    with pytest.raises(TypeError, match="an nnx module, or a dict"):
+        lm.save(make(), path)
+    assert not path.exists()
+    lm.save({"a": jnp.ones(2)}, path)
+    with pytest.raises(TypeError, match="an nnx module, or a dict"):
+        lm.load(make(), path)
+    with pytest.raises(TypeError, match="an nnx module, or a dict"):
+        lm.state_dict(make())
+    with pytest.raises(TypeError, match="an nnx module, or a dict"):
+        lm.load_state_dict(make(), {})
+
+
+# ---------------------------------------------------------------- casts
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_a_finite_number_never_becomes_infinite(dtype: Any) -> None:
+    state = {"a": jnp.ones(3, dtype)}
+    for big in (np.float32(3.4e38), np.float32(-3.4e38)):
+        with pytest.raises(lm.StateDictError, match=f"of a size that {np.dtype(dtype).name} has"):
+            lm.load_state_dict(state, {"a": np.array([1, big, 2])})
+        with pytest.raises(lm.StateDictError, match=f"of a size that {np.dtype(dtype).name} has"):
+            lm.load_state_dict(state, {"a": np.array([np.nan, big, np.inf])})
+    assert state["a"].tolist() == [1, 1, 1]
+
+
+def test_what_is_infinite_stays_so_and_what_fits_is_rounded() -> None:
+    state = {"a": jnp.ones(4, jnp.float16), "c": jnp.ones(1, jnp.complex64), "i": jnp.ones(1, jnp.bfloat16)}
+    given = {"a": np.array([np.inf, -np.inf, np.nan, 65504.0]), "c": np.array([1e30 + 1j]), "i": np.array([2**31])}
+    lm.load_state_dict(state, given)
+    np.testing.assert_array_equal(state["a"], np.array([np.inf, -np.inf, np.nan, 65504.0]))
+    assert complex(state["c"][0]) == complex(np.complex64(1e30 + 1j)) and float(state["i"][0]) == 2.0**31
+    with pytest.raises(lm.StateDictError, match="complex64"):
+        lm.load_state_dict(state, {**given, "c": np.array([1e300j])})
