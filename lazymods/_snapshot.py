@@ -17,7 +17,7 @@ from lazymods._graph import ARRAY, NODE, OTHER, PYTREE, VARIABLE, kind_of
 def refill(held: Any, contents: Any) -> None:
     """Let a container hold other contents, in their order."""
     held.clear()
-    held.extend(contents) if isinstance(contents, list) else held.update(contents)
+    held.extend(contents) if hasattr(held, "extend") else held.update(contents)
 
 
 def is_same(before: Any, after: Any) -> bool:

@@ -1,8 +1,8 @@
 """What a call passes to a program: from arguments and models to one list of leaves.
 
 The values of a call stand in this order: arrays of the arguments; of each nnx object its Variables, then its other
-arrays; Variables that no nnx object holds. A Variable that several of them share is one leaf, and which ones do is
-part of the structure.
+arrays; Variables that no nnx object holds; arrays in objects and containers that are captured. A Variable that several
+of them share is one leaf, and which ones do is part of the structure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lazymods._recipe import Recipe
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.captures import Captured
 from lazymods.compile.guards import Graph, graph_of
-from lazymods.compile.picture import Picture
+from lazymods.compile.picture import Picture, held_by, input_of
 from lazymods.compile.program import signature_of
 from lazymods.compile.tokens import Kind, kind_of
 from lazymods.compile.trace import Place, mark_of
@@ -42,7 +42,8 @@ class Binding:
         given: Returns the containers among the arguments, as they are.
         roots: nnx objects, in the order of their values.
         loose: Variables that no nnx object holds.
-        is_simple: Whether all values but the arguments are those of Variables, each in one nnx object.
+        is_simple: Whether all values but the arguments are those of Variables, each in one nnx object, and arrays that
+            captured objects hold.
     """
 
     def __init__(self, arguments: Arguments, captured: Captured, executing: bool) -> None:
@@ -61,6 +62,9 @@ class Binding:
         for variable in loose:
             values.append(variable.get_raw_value())
             targets.append(variable)
+        for node, key in captured.places:
+            values.append(input_of(held_by(node)[key]))
+            targets.append(Place(node, key))
         self.inputs = len(arguments.arrays)
         self.names = tuple(g.name for g in self.graphs)
         self.lazy = any(g.lazy for g in self.graphs)
@@ -68,8 +72,9 @@ class Binding:
         shared = self._share(values, targets)
         self.executing = executing
         self.values, self.count = values, len(values)
-        self.is_simple = not loose and not any(g.slots for g in self.graphs) and self.places == list(range(self.count))
-        self.is_simple = self.is_simple and len(set(self.names)) == len(self.names)
+        is_flat = not loose and not any(g.slots for g in self.graphs) and self.places == list(range(self.count))
+        are_whole = all(type(v) is not tuple for v in values[self.count - len(captured.places) :])
+        self.is_simple = is_flat and are_whole and len(set(self.names)) == len(self.names)
         self._shared = shared
         self.constants = captured.arrays
         self.captured = captured
@@ -86,7 +91,8 @@ class Binding:
         """Return what tells calls of the very same models apart, cheaper than :attr:`key`; None if nothing does."""
         if self.loose or self.lazy or not self.executing or len(set(self.names)) != len(self.names):
             return None
-        return (*self._keys, self.names, tuple(map(kind_of_input, arguments.arrays)))
+        shared = self._shared if self.captured.places else ()
+        return (*self._keys, self.names, tuple(map(kind_of_input, arguments.arrays)), shared)
 
     def _share(self, values: list[Any], targets: list[Any]) -> Hashable:
         """Leave out values that are there already; return which those are."""

@@ -8,13 +8,15 @@ alone in a closure or global are constants of the trace, as they are for ``jax.j
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from lazymods.compile.attributes import slots_of
 from lazymods.compile.copies import MISSING, global_names, in_cell, is_library
-from lazymods.compile.picture import Reads, held_by
+from lazymods.compile.picture import Reads, held_by, slot_shape
 from lazymods.compile.tokens import Kind, Same, kind_of, token
 
 
@@ -24,6 +26,7 @@ class Captured(NamedTuple):
     Attributes:
         roots: nnx objects.
         variables: Variables that no nnx object holds.
+        places: ``(holder, key)`` of arrays, and of tuples of arrays, in containers and objects that hold a model too.
         values: The values as they are held, containers and all.
         key: Everything else about them, hashable.
         arrays: Arrays, which are constants of a trace.
@@ -33,6 +36,7 @@ class Captured(NamedTuple):
 
     roots: list[Any]
     variables: list[Any]
+    places: list[tuple[Any, Any]]
     values: list[Any]
     key: Hashable
     arrays: list[Any]
@@ -90,18 +94,22 @@ class Glance:
         self._known = [_known(value, kind) for value, kind in zip(was.found, kinds, strict=True)]
         self._key = was.key if None in self._known else None
 
-    def models(self) -> tuple[Any, ...] | None:
-        """Return the nnx objects that the function reaches now; None if it reaches anything else than before."""
+    def look(self) -> tuple[tuple[Any, ...], Sequence[tuple[Any, Any]]] | None:
+        """Return the nnx objects that the function reaches now, and where it finds arrays besides.
+
+        Returns:
+            None if it reaches anything else than before.
+        """
         if self._always is not None:
-            return self._always
+            return self._always, ()
         if self._key is not None:  # there are containers: each has to be looked into
             now = self._captures.read()
-            return tuple(now.roots) if now.key == self._key else None
+            return (tuple(now.roots), now.places) if now.key == self._key else None
         values = [source.value() for source in self._captures.sources]
         for value, (cls, known) in zip(values, self._known, strict=True):
             if type(value) is not cls or (known is not None and value is not known()):
                 return None
-        return tuple([values[n] for n in self._models])
+        return tuple([values[n] for n in self._models]), ()
 
 
 def _known(value: Any, kind: Kind) -> Any:
@@ -134,7 +142,7 @@ class Captures:
         self.fixed: Captured | None = None
         if all(type(s) is _Fixed and kind_of(s.value()) is Kind.NODE for s in self.sources):
             held = [source.value() for source in self.sources]
-            self.fixed = Captured(held, [], held, (), [], held)
+            self.fixed = Captured(held, [], [], held, (), [], held)
 
     def glance(self, was: Captured) -> Glance | None:
         """Return what sees whether the function reaches what was read; None if it never reaches anything."""
@@ -150,7 +158,7 @@ class Captures:
         found = []
         for source, value in zip(self.sources, captured.found, strict=True):
             kind = kind_of(value)
-            if kind is not Kind.ATOM or callable(value):
+            if kind is not Kind.ATOM or callable(value) or isinstance(value, Iterator):
                 found.append((source.name, value, kind is not Kind.ARRAY and id(value) not in looked_into))
         return found
 
@@ -166,6 +174,7 @@ class Captures:
             return self.fixed
         roots: list[Any] = []
         variables: list[Any] = []
+        places: list[tuple[Any, Any]] = []
         values: list[Any] = []
         tokens: list[Any] = []
         arrays: list[Any] = []
@@ -191,11 +200,12 @@ class Captures:
                 arrays += found.arrays
                 roots += found.roots
                 variables += found.variables
+                places += found.places
                 has_objects = has_objects or found.has_objects
                 tokens.append(tuple(found.tokens))
         if has_objects:
             tokens.append(self._reads.version)
-        return Captured(roots, variables, values, tuple(tokens), arrays, everything, has_objects)
+        return Captured(roots, variables, places, values, tuple(tokens), arrays, everything, has_objects)
 
     def _follow(self, function: Any) -> None:
         """Add what a callable reaches, and what the functions reach that it reaches."""
@@ -314,6 +324,7 @@ class _Reader:
         self.has_objects = False
         self.roots: list[Any] = []
         self.variables: list[Any] = []
+        self.places: list[tuple[Any, Any]] = []
         self.arrays: list[Any] = []
         self.tokens: list[Any] = []
         self._seen: dict[int, int] = {}
@@ -342,8 +353,25 @@ class _Reader:
                     items = [(name, v) for name, v in held_by(value, kind).items() if name in read]
                     names, parts = tuple(name for name, _ in items), [v for _, v in items]
             self.tokens.append((type(value), names, len(parts)))
-            for part in parts:
-                self.visit(part)
+            keys: Any = names if kind is Kind.OBJECT else value if kind is Kind.DICT else range(len(parts))
+            has_slots = kind in _WITH_SLOTS and not (kind is Kind.OBJECT and slots_of(type(value)))
+            for key, part in itertools.zip_longest(list(keys), parts):
+                if has_slots and _is_of_arrays(part):
+                    self.places.append((value, key))
+                    self.tokens.append(slot_shape(part))
+                else:
+                    self.visit(part)
+
+
+_WITH_SLOTS = (Kind.OBJECT, Kind.DICT, Kind.LIST, Kind.QUEUE)  # as in a Picture
+
+
+def _is_of_arrays(value: Any) -> bool:
+    """Whether a value is an array, or a tuple with arrays in it and nothing else that counts by what is in it."""
+    if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        kinds = [Kind.ARRAY if _is_of_arrays(v) else kind_of(v) for v in value]
+        return Kind.ARRAY in kinds and max(kinds) <= Kind.ARRAY
+    return kind_of(value) is Kind.ARRAY
 
 
 def _names_in(value: Any, kind: Kind) -> Hashable:

@@ -27,7 +27,7 @@ from lazymods import _compat, _graph
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem
 from lazymods.compile.attributes import has_hidden_state, new_object, slots_of
-from lazymods.compile.picture import Picture, Reads, contents_of, held_by
+from lazymods.compile.picture import Picture, Reads, contents_of, held_by, put_item
 from lazymods.compile.tokens import Kind, kind_of
 
 LIBRARIES = sys.stdlib_module_names | {
@@ -77,7 +77,7 @@ class Copies:
         self._own: dict[int, dict[str, Any]] = {}  # what the function has written to a layer before its first call
         fresh = [node for node in picture.nodes if id(node) not in self._memo]
         for node in fresh:
-            self._note(node, self._empty(node))
+            self._begin(node)
         variables = [v for v in picture.variables if id(v) not in self._memo]
         for variable in variables:
             raw = variable.get_raw_value()
@@ -95,7 +95,7 @@ class Copies:
         if isinstance(original, nnx.Variable):
             _compat_jit.SET_RAW(self._memo[id(original)], value)
         else:
-            held_by(self._memo[id(original)])[key] = value
+            put_item(held_by(self._memo[id(original)]), key, value)
 
     def renew(self, picture: Picture) -> list[Any]:
         """Copy what is new in a layer that was just initialized.
@@ -106,7 +106,7 @@ class Copies:
         there = [n for n in picture.nodes if id(n) in self._memo]
         new = [n for n in picture.nodes if id(n) not in self._memo]
         for node in new:
-            self._note(node, self._empty(node))
+            self._begin(node)
         changed = [n for n in there if _graph.is_lazy_node(self._memo[id(n)]) or self._differs(n)]
         self._renewed = set(map(id, (*new, *changed)))
         variables = []
@@ -297,6 +297,15 @@ class Copies:
         self._originals[id(twin)] = original
         self._alive += (original, twin)
 
+    def _begin(self, node: Any) -> None:
+        """Make the copy of an object, still without what it holds."""
+        if id(node) in self._memo:  # the attributes of a container, which came before
+            return
+        twin = self._empty(node)
+        self._note(node, twin)
+        if kind_of(node) > Kind.OBJECT and type(node).__dictoffset__:
+            self._note(vars(node), vars(twin))
+
     def _empty(self, node: Any) -> Any:
         kind = kind_of(node)
         if kind is Kind.NODE:
@@ -337,8 +346,6 @@ class Copies:
             twin.clear()
             items = [self.of(v) for v in contents]
             twin.update(items) if isinstance(contents, set) else twin.extend(items)
-        if kind is not Kind.OBJECT and type(node).__dictoffset__:
-            vars(twin).update({k: self.of(v) for k, v in vars(node).items()})
 
 
 def items_of(raw: Any) -> Any:

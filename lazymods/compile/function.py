@@ -47,21 +47,27 @@ from lazymods.compile.copies import Copies
 from lazymods.compile.explain import Situation, facts_of, named, note_path, note_trace
 from lazymods.compile.given import Given
 from lazymods.compile.metrics import COUNTS
+from lazymods.compile.outside import refuse_leaks
 from lazymods.compile.paths import NoPathError
-from lazymods.compile.picture import Reads
+from lazymods.compile.picture import Reads, held_by
 from lazymods.compile.plan import Hot, Plan, hot_call
 from lazymods.compile.program import OtherSignatureError, Program, compile_body
 from lazymods.compile.records import Record
 from lazymods.compile.replay import Replay
 from lazymods.compile.sizing import has_optimizer, size
 from lazymods.compile.stages import Staged
-from lazymods.compile.statics import keeping_no_tracer
+from lazymods.compile.statics import holds_tracer
 from lazymods.compile.trace import Body, NotSizedError, Place, write
 
 _KEPT_SITUATIONS = 16  # for lm.explain()
 _NO_PATH = (HiddenModelError, NotSizedError, NoPathError, *NOT_TRACEABLE)  # the last: it decides in another trace
 _TRACE, _EVAL, _FLAX = _compat_jit.TRACE, _compat_jit.EVAL, _compat_jit.FLAX
 _UNLOCKED = contextlib.nullcontext()
+
+
+def _has_tracer(error: Exception) -> bool:
+    """Whether what the function has raised tells of an array: ``raise Diverged(loss)``."""
+    return holds_tracer((error.args, vars(error)))
 
 
 class JitFunction(Staged):
@@ -134,10 +140,12 @@ class JitFunction(Staged):
         values = [*given[hot.arrays]] if type(hot.arrays) is slice else hot.gather(given)
         if values is None or (hot.signature is not None and [*map(kind_of_input, values)] != hot.signature):
             return self._call(args, kwargs)
+        places: Any = ()
         if hot.glance is not None:
-            models = hot.glance.models()
-            if models is None:
+            found = hot.glance.look()
+            if found is None:
                 return self._call(args, kwargs)
+            models, places = found
             given += models
         variables: Any = None
         for number, kept in hot.roots:
@@ -149,14 +157,19 @@ class JitFunction(Staged):
                 return self._call(args, kwargs)
             values += held
             variables = graph.variables if variables is None else variables + graph.variables
+        if places:
+            values += [held_by(node)[key] for node, key in places]
+            variables = [*(variables or ()), *(Place(node, key) for node, key in places)]
         try:
             make_body = functools.partial(self._body_of, args, kwargs) if hot.plan.branches else None
             record, out = hot.plan.run(values, variables, make_body)
         except OtherSignatureError:
             self._has_signatures = True
             return self._call(args, kwargs)
-        except (MoreReadError, *_NO_PATH):  # of a new path: nothing was done yet
-            return self._call(args, kwargs)
+        except Exception as error:  # of a new path: nothing was done yet
+            if isinstance(error, (MoreReadError, *_NO_PATH)) or _has_tracer(error):
+                return self._call(args, kwargs)
+            raise
         COUNTS.hits += 1
         if record is None:
             return out
@@ -174,7 +187,12 @@ class JitFunction(Staged):
             return self._call_inside(arguments, args, kwargs)
         if self._check:
             return self._checked(arguments, args, kwargs)
-        return self._call_outside(arguments, args, kwargs)
+        try:
+            return self._call_outside(arguments, args, kwargs)
+        except Exception as error:
+            if not _has_tracer(error):
+                raise
+        return self._plainly(arguments, args, kwargs)  # its error holds values, where that of a trace holds tracers
 
     def _checked(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call in plain Python as well; what is lazy is sized before, for both."""
@@ -312,6 +330,7 @@ class JitFunction(Staged):
         whole = self._bind(arguments, whole=True) if call.captured.has_objects else call
         body = self._body(arguments, whole)
         program = compile_body(body, whole.leaves, donate=self._donate and call.executing)
+        refuse_leaks(body.own_trace, self.name)
         check_constants(self.name, program.tape.constants, whole.constants)
         if whole is not call or call.lazy:
             call = self._bind(arguments)
@@ -355,12 +374,11 @@ class JitFunction(Staged):
         def run(copies: Copies, arrays: Sequence[Any]) -> tuple[Any, Given]:
             args, kwargs = arguments.rebuild(arrays, copies.of)
             given, function = Given(args, kwargs), copies.of(self._function)
-            with keeping_no_tracer(reached):
-                return function(*args, **kwargs), given
+            return function(*args, **kwargs), given
 
-        reached = [(name, value) for name, value, known in self._captures.named(call.captured) if known]
+        fixed = [(name, value) for name, value, known in self._captures.named(call.captured) if known]
         reads = self._reads if call.captured.has_objects else None
-        return Body(run, call.reach, call.inputs, call.targets, call.impls, reads, self._captures.attributes())
+        return Body(run, call.reach, call.inputs, call.targets, call.impls, reads, self._captures.attributes(), fixed)
 
     def _body_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Body:
         return self._body(*self.bind(args, kwargs))

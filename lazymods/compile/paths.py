@@ -19,8 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from lazymods import _compat
 from lazymods._compat import tracing
 from lazymods._errors import LazyError, Problem
+from lazymods.compile.outside import refuse_leaks
 from lazymods.compile.program import getter
 from lazymods.lazytensor.graph import Cell, Graph, Node, compiled, needed
 from lazymods.lazytensor.kinds import kind_of
@@ -175,9 +177,10 @@ class Paths:
         known = len(trail)
         recording = _Recording(values, arguments, trail, self._name)
         results, rest = recording.run(self._body, self._check)
-        trail = recording.trail
+        trail, last, trace = recording.trail, recording.end, recording.weak_trace()
+        del recording
+        refuse_leaks(trace, self._name)
         with self._lock:
-            last = recording.end
             for segment, _, key in reversed(trail[known:]):
                 segment.branches[key] = last
                 last = segment
@@ -221,6 +224,10 @@ class _Recording:
         self._pending: list[Node] = []
         self._constants: list[Any] = []
         self._trace = tracing.Recorder(self)
+
+    def weak_trace(self) -> Any:
+        """Return a weak reference to the trace in which it records."""
+        return _compat.weak(self._trace)
 
     def run(self, body: Body, check: Callable[[Sequence[Any]], None] | None) -> tuple[list[Any], Any]:
         """Run the function, let its constants be checked, and finish the last segment."""

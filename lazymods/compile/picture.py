@@ -11,6 +11,7 @@ the structure, each by identity.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -213,6 +214,12 @@ def held_by(node: Any, kind: Kind | None = None) -> Any:
     if kind is Kind.OBJECT and slots_of(type(node)):
         return Attributes(node)
     return _attributes(node, "__dict__") if kind in (Kind.NODE, Kind.OBJECT) else node
+
+
+def put_item(held: Any, key: Any, value: Any) -> None:
+    """Let a container hold a value where it holds one already, without what a class of the user's does besides."""
+    plain: Any = next((cls for cls in (dict, list, collections.deque) if isinstance(held, cls)), type(held))
+    plain.__setitem__(held, key, value)
 
 
 def contents_of(node: Any, kind: Kind | None = None, reads: Reads | None = None) -> Any:

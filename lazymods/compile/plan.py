@@ -25,7 +25,7 @@ from lazymods.compile.program import OtherSignatureError, Program, getter
 from lazymods.compile.records import Out, Record
 from lazymods.compile.replay import result_of
 from lazymods.compile.tokens import Kind, kind_of_type
-from lazymods.compile.trace import Body
+from lazymods.compile.trace import Body, Place, write
 
 
 class Plan:
@@ -65,11 +65,11 @@ class Plan:
         return values
 
     def run(self, values: list[Any], variables: Sequence[Any], make_body: Callable[[], Body] | None) -> Any:
-        """Run the program for a call that has nothing but Variables; return the record if more is to be done.
+        """Run the program for a call that is simple; return the record if more is to be done.
 
         Args:
             values: All values; may be changed.
-            variables: All Variables.
+            variables: All Variables, and then the places of captured objects that hold arrays.
             make_body: Returns the body of the call, for a program that has branches.
         """
         if self._moves:
@@ -82,7 +82,8 @@ class Plan:
             return record, outputs
         if record.writes:
             get_targets, get_outputs = self._writers.get(id(record)) or self._writer(record)
-            _exhaust(map(_compat_jit.SET_RAW, get_targets(variables), get_outputs(outputs)))
+            put = _compat_jit.SET_RAW if type(variables[-1]) is not Place else write
+            _exhaust(map(put, get_targets(variables), get_outputs(outputs)))
             if record.passes_on:
                 _compat_jit.Watch.mark = object()
         out = record.out

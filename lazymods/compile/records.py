@@ -7,9 +7,11 @@ the program's outputs, objects that the function made by how to make them.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from lazymods._compat import jit as _compat_jit
 from lazymods.compile.copies import Copies, class_of, items_of, object_contents
 from lazymods.compile.given import Given, Orders, orders_of
 from lazymods.compile.picture import Picture, Reads, contents_of, held_by
-from lazymods.compile.statics import refuse_unrepeatable
+from lazymods.compile.statics import refuse_result, refuse_unrepeatable
 from lazymods.compile.tokens import Kind, kind_of, token
 
 
@@ -99,11 +101,16 @@ class Tree:
 
 @dataclasses.dataclass
 class Made:
-    """An object that the function made: its class, and what to put in it; of a Variable its value and metadata."""
+    """An object that the function made: its class, and what to put in it; of a Variable its value and metadata.
+
+    Attributes:
+        maxlen: Of a queue, how many items it may hold.
+    """
 
     kind: Kind
     cls: type
     contents: Any = None
+    maxlen: int | None = None
 
 
 @dataclasses.dataclass
@@ -212,6 +219,7 @@ def describe(
     reads: Reads | None,
     given: Given,
     leaves: Sequence[Any] = (),
+    fixed: Collection[int] = (),
 ) -> tuple[Record, list[Any]]:
     """Write a record of a run.
 
@@ -223,6 +231,7 @@ def describe(
         reads: What ``base`` leaves out.
         given: The containers among its arguments, as they were when it began.
         leaves: The leaves with which it has run.
+        fixed: The ids of lists, dicts and the like that are constants of the program.
 
     Returns:
         The record, and the program's outputs: tracers, or arrays that do not depend on any input.
@@ -231,12 +240,14 @@ def describe(
         LazyError: If the function returned or stored what no further call could make again, or has written to an
             argument that no further call could write to.
     """
-    return _Writer(base, copies, given, leaves).write(out, targets, reads)
+    return _Writer(base, copies, given, leaves, fixed).write(out, targets, reads)
 
 
 class _Writer:
-    def __init__(self, base: Picture, copies: Copies, given: Given, leaves: Sequence[Any]) -> None:
-        self._base, self._copies, self._given = base, copies, given
+    def __init__(
+        self, base: Picture, copies: Copies, given: Given, leaves: Sequence[Any], fixed: Collection[int]
+    ) -> None:
+        self._base, self._copies, self._given, self._fixed = base, copies, given, fixed
         self._passed = {id(thing): number for number, thing in enumerate(given.things)}
         self._references = {id(leaf): number for number, leaf in enumerate(leaves) if _compat_jit.is_reference(leaf)}
         self._arrays: list[Any] = []
@@ -350,16 +361,15 @@ class _Writer:
         """Whether a part of a result is no container that the function made."""
         kind = kind_of(value)
         if kind in (Kind.DICT, Kind.LIST):
-            return id(value) in self._passed or self._base.number(self._copies.original(value)) is not None
+            known = id(value) in self._passed or id(value) in self._fixed
+            return known or self._base.number(self._copies.original(value)) is not None
         return kind in (Kind.NODE, Kind.VARIABLE)
 
     def _part(self, value: Any) -> Any:
         kind = kind_of(value)
         if kind is Kind.ATOM:
             original = self._copies.original(value)
-            if original is value:
-                refuse_unrepeatable(value)
-            return Value(original)
+            return Value(self._checked(value) if original is value else original)
         if kind is Kind.ARRAY:
             return self._output(value)
         if kind is Kind.TUPLE:
@@ -370,14 +380,26 @@ class _Writer:
             return Group(kind, type(value), tuple(map(self._part, (value.func, value.args, value.keywords))))
         if id(value) in self._passed:
             return Passed(self._passed[id(value)])
+        if id(value) in self._fixed:
+            return Value(value)
         number = self._base.number(self._copies.original(value))
         if number is not None:
             return Old(number, kind is Kind.VARIABLE)
         if id(value) not in self._new:
             self._new[id(value)] = len(self._made)
-            self._made.append(Made(kind, class_of(value)))
+            maxlen = value.maxlen if isinstance(value, collections.deque) else None
+            self._made.append(Made(kind, class_of(value), maxlen=maxlen))
             self._made[self._new[id(value)]].contents = self._contents(value, kind)
         return New(self._new[id(value)])
+
+    def _checked(self, value: Any) -> Any:
+        """Return a static value that every call can give again; refuse another one."""
+        refuse_unrepeatable(value)
+        if isinstance(value, weakref.ReferenceType):
+            thing = value()
+            if thing is None or self._copies.original(thing) is not thing:
+                raise refuse_result(value, "it refers to a copy that was made for the trace")
+        return value
 
     def _contents(self, value: Any, kind: Kind) -> Any:
         if kind is Kind.VARIABLE:

@@ -151,7 +151,9 @@ class Replay:
             thing = new_object(made.cls)
             vars(thing)[_compat.STATE] = _compat_jit.new_state()
             return thing
-        return new_object(made.cls) if made.kind is Kind.OBJECT else made.cls()
+        if made.kind is Kind.OBJECT:
+            return new_object(made.cls)
+        return made.cls() if made.maxlen is None else made.cls(maxlen=made.maxlen)
 
     def _fill(self, made: Made, thing: Any) -> None:
         if made.kind is Kind.ARRAY:

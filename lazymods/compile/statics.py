@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
 
 from jax.core import Tracer
 
 from lazymods._errors import LazyError, Problem
-from lazymods._snapshot import refill
-from lazymods.compile.picture import contents_of, held_by
-from lazymods.compile.tokens import Kind, kind_of
 
 _SKIPPED = (types.ModuleType, types.CodeType, type)  # a tracer is no part of these
 
@@ -25,15 +21,18 @@ def refuse_unrepeatable(value: Any) -> None:
         value: What is neither an array nor a container.
 
     Raises:
-        LazyError: If it is an iterator, which can be used once, or if arrays of the trace are inside.
+        LazyError: If it is an iterator or a coroutine, which can be used once, or if arrays of the trace are inside.
     """
-    if isinstance(value, Iterator):
-        raise _refusal(value, "it can be used once, and would be empty at the next call")
-    if (callable(value) or hasattr(value, "__dict__")) and not isinstance(value, _SKIPPED) and _holds_tracer(value):
-        raise _refusal(value, "there are arrays inside that every call computes anew")
+    if isinstance(value, types.CoroutineType):
+        value.close()  # else Python warns of it
+    if isinstance(value, (Iterator, Awaitable, AsyncIterator)):
+        raise refuse_result(value, "it can be used once, and would be empty at the next call")
+    if gc.is_tracked(value) and not isinstance(value, _SKIPPED) and holds_tracer(value):
+        raise refuse_result(value, "there are arrays inside that every call computes anew")
 
 
-def _refusal(value: Any, why: str) -> LazyError:
+def refuse_result(value: Any, why: str) -> LazyError:
+    """Return the error for what a function returned or stored, and no compiled call can."""
     return LazyError(
         Problem(
             "a result of the compiled function, or what it stored",
@@ -44,7 +43,7 @@ def _refusal(value: Any, why: str) -> LazyError:
     )
 
 
-def _holds_tracer(value: Any) -> bool:
+def holds_tracer(value: Any) -> bool:
     """Whether a tracer is anywhere inside a function or object: in its cells, defaults, attributes, items."""
     seen: set[int] = set()
     waiting = [value]
@@ -60,45 +59,3 @@ def _holds_tracer(value: Any) -> bool:
         else:
             waiting += gc.get_referents(thing)
     return False
-
-
-@contextlib.contextmanager
-def keeping_no_tracer(reached: Iterable[tuple[str, Any]]) -> Iterator[None]:
-    """Let a trace store none of its arrays in lists, dicts and objects that are constants of the program.
-
-    What else it does to those, such as counting traces, is done at each trace only, as under ``jax.jit``.
-
-    Args:
-        reached: Names and values of what the function reaches and that holds no model.
-
-    Raises:
-        LazyError: If it did; what they held is restored then.
-    """
-    before = [(name, thing, contents_of(thing)) for name, thing in reached if kind_of(thing) in _CONTAINERS]
-    names: list[str] = []
-    try:
-        yield
-    finally:
-        for name, thing, contents in before:
-            if _has_new_tracer(thing, contents):
-                refill(held_by(thing), contents)
-                names.append(name)
-    if names:
-        raise LazyError(
-            Problem(
-                ", ".join(names),
-                "a compiled function that stores an array there, which every call computes anew",
-                "no write of an array to what holds no model: that is constant, as for jax.jit. An attribute of an "
-                "object that holds a model too, such as self.losses beside self.model, is written at each call",
-                "the array as a result of the function, and the write outside",
-            )
-        )
-
-
-_CONTAINERS = (Kind.LIST, Kind.DICT, Kind.SET, Kind.QUEUE, Kind.OBJECT)
-
-
-def _has_new_tracer(thing: Any, before: Any) -> bool:
-    values = [c.values() if isinstance(c, dict) else c for c in (contents_of(thing), before)]
-    known = set(map(id, values[1]))
-    return any(isinstance(v, Tracer) and id(v) not in known for v in values[0])

@@ -7,6 +7,7 @@ object, remembered by a weak reference where Python has one.
 
 from __future__ import annotations
 
+import argparse
 import collections
 import enum
 import functools
@@ -45,7 +46,10 @@ class Kind(enum.IntEnum):
 
 # Instances of these packages' classes are looked at from outside: their state is not the user's.
 _CLOSED = sys.stdlib_module_names | {"jax", "jaxlib", "numpy", "optax", "lazymods", "ml_dtypes", "torch", "tensorflow"}
-_OPEN_CLASSES: frozenset[type] = frozenset((types.SimpleNamespace,))
+_OPEN_CLASSES: frozenset[type] = frozenset((
+    *(types.SimpleNamespace, argparse.Namespace),
+    *(collections.UserDict, collections.UserList, collections.ChainMap),
+))  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
@@ -62,7 +66,7 @@ def kind_of_type(cls: type) -> Kind:
     for kind, bases in _BUILTIN.items():
         if issubclass(cls, bases):
             return kind
-    if issubclass(cls, _WITHOUT_STATE) or not (cls.__dictoffset__ or slots_of(cls)):
+    if issubclass(cls, (*_WITHOUT_STATE, *_BUILTIN_VALUES)) or not (cls.__dictoffset__ or slots_of(cls)):
         return Kind.ATOM
     closed = (cls.__module__ or "").partition(".")[0] in _CLOSED and cls not in _OPEN_CLASSES
     return Kind.ATOM if closed else Kind.OBJECT
@@ -80,6 +84,9 @@ _BUILTIN: dict[Kind, Any] = {
 
 
 _WITHOUT_STATE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum, HashableMapping)
+
+
+_BUILTIN_VALUES = (int, float, complex, str, bytes, frozenset)  # also of a class of the user's: nobody can change one
 
 
 def kind_of(value: Any) -> Kind:

@@ -21,7 +21,8 @@ from lazymods._compat import jit as _compat_jit
 from lazymods._compat import tracing as _compat_tracing
 from lazymods.compile.copies import Copies
 from lazymods.compile.given import Given
-from lazymods.compile.picture import Picture, Reads, held_by, with_inputs
+from lazymods.compile.outside import leaving_alone
+from lazymods.compile.picture import Picture, Reads, held_by, put_item, with_inputs
 from lazymods.compile.records import Record, describe
 
 _compat_tracing.let_tracers_be_data()
@@ -127,8 +128,10 @@ class Body:
         impls: By number of a leaf: it is a typed key of this implementation, passed as its data.
         reads: Where it is noted what the function reads of objects; None: nowhere.
         attributes: Attributes of modules and classes, by which the function finds some of what it reaches.
+        constants: Names and values of what the function reaches and can't write to.
 
     Attributes:
+        own_trace: After a run: a weak reference to its trace. (jax takes what has a ``trace`` for jitted.)
         record: After a run: what else it did, see :class:`~lazymods.compile.records.Record`.
         kept: After a run: the numbers of the targets that it can have read; others count for nothing.
         adopted: After a run: Variables and places that were initialized in it, and their values, constants of the
@@ -145,8 +148,10 @@ class Body:
         impls: dict[int, Any],
         reads: Reads | None = None,
         attributes: Sequence[tuple[Any, str]] = (),
+        constants: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        self._call, self._reach, self._impls = call, reach, impls
+        self._call, self._reach, self._impls, self._constants = call, reach, impls, constants
+        self.own_trace: Any = None
         self._reads, self._attributes = reads, attributes
         self.inputs, self.targets = inputs, list(targets)
         self.record: Record | None = None
@@ -157,6 +162,7 @@ class Body:
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Run the function on these leaves; return the arrays that it returned, then those that it wrote."""
         leaves = [_compat_jit.wrap_key(v, self._impls[i]) if i in self._impls else v for i, v in enumerate(leaves)]
+        self.own_trace = _compat.weak(_compat.current_trace())
         picture = Picture(self._reach)
         copies = Copies(picture, self._reads)
         for target, value in zip(self.targets, leaves[self.inputs :], strict=True):
@@ -170,7 +176,7 @@ class Body:
         stage, outer = Stage(copies), _graph.LOCAL.stage
         _graph.LOCAL.stage = stage
         try:
-            with copies.swapped():
+            with leaving_alone(self._constants, picture.nodes) as fixed, copies.swapped():
                 out, given = self._call(copies, leaves[: self.inputs])
         finally:
             _graph.LOCAL.stage = outer
@@ -184,7 +190,7 @@ class Body:
         self.kept = [n for n, t in enumerate(self.targets) if mark_of(t) in known]
         targets = {n: self.targets[n] for n in self.kept}
         targets |= enumerate((target for target, _ in self.adopted), len(self.targets))
-        self.record, outputs = describe(out, base, copies, targets, reads, given, leaves)
+        self.record, outputs = describe(out, base, copies, targets, reads, given, leaves, fixed)
         return outputs
 
 
@@ -196,6 +202,6 @@ def mark_of(target: Any) -> Any:
 def write(target: Any, value: Any) -> None:
     """Let a Variable or place hold a value."""
     if isinstance(target, Place):
-        target.held[target.key] = value
+        put_item(target.held, target.key, value)
     else:
         _compat_jit.SET_RAW(target, value)

@@ -1,0 +1,201 @@
+"""What a trace must leave alone: whatever the function reaches that no call of its program can write to.
+
+Lists, dicts and objects without a model, classes, modules and functions are constants of a program, as for ``jax.jit``.
+What a trace does to those happens at the trace only, which is well known of a counter of traces. An array stored there
+would be a tracer, which is of no use to anybody, and an iterator that was used up would give every call what it gave
+first: both are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import operator
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from jax.core import Tracer
+
+from lazymods._errors import LazyError, Problem
+from lazymods._snapshot import refill
+from lazymods.compile.copies import is_library
+from lazymods.compile.picture import contents_of, held_by
+from lazymods.compile.refusals import used_up
+from lazymods.compile.tokens import Kind, kind_of
+
+_CONTAINERS = (Kind.LIST, Kind.DICT, Kind.SET, Kind.QUEUE, Kind.OBJECT)
+_MAX_CONTAINERS = 10_000  # that are looked into; a leak into one beyond them is refused too, and stays there
+
+
+class _Holder(NamedTuple):
+    """A container or class, by the name under which the function reaches it, and what it held."""
+
+    name: str
+    thing: Any
+    contents: Any
+
+    def restore(self) -> bool:
+        """Let it hold what it held if a tracer was put in; return whether that was so."""
+        is_class = isinstance(self.thing, type)
+        now = dict(vars(self.thing)) if is_class else contents_of(self.thing)
+        before = {id(v) for v in _values(self.contents)}
+        if not any(isinstance(v, Tracer) and id(v) not in before for v in _values(now)):
+            return False
+        if not is_class:
+            refill(held_by(self.thing), self.contents)
+            return True
+        for name, value in now.items():
+            if isinstance(value, Tracer) and name in self.contents:
+                setattr(self.thing, name, self.contents[name])
+            elif isinstance(value, Tracer):
+                delattr(self.thing, name)
+        return True
+
+
+def _values(contents: Any) -> Iterable[Any]:
+    return contents.values() if isinstance(contents, dict) else contents
+
+
+@contextlib.contextmanager
+def leaving_alone(reached: Iterable[tuple[str, Any]], nodes: Iterable[Any]) -> Iterator[set[int]]:
+    """Let a trace store none of its arrays in what is constant to the program, and use up no iterator.
+
+    Args:
+        reached: Names and values of what the function reaches and that holds no model.
+        nodes: The objects that it can write to, whose classes it can reach, and their iterators.
+
+    Yields:
+        The ids of the containers that are constant.
+
+    Raises:
+        LazyError: If it stored one; what the containers held is restored then.
+        ArgumentError: If it used up an iterator.
+    """
+    reached, nodes = list(reached), list(nodes)
+    holders = _holders(reached)
+    objects = [*nodes, *(holder.thing for holder in holders)]
+    classes = {cls: None for thing in objects for cls in type(thing).__mro__ if not is_library(cls.__module__)}
+    of_classes = [_Holder(cls.__qualname__, cls, dict(vars(cls))) for cls in classes]
+    holders += of_classes
+    holders += _holders((f"{name}.{key}", v) for name, _, contents in of_classes for key, v in contents.items())
+    iterators = list(_iterators([*reached, *_parts_of(holders), *_parts_of(map(_as_holder, nodes))]))
+    names: list[str] = []
+    try:
+        yield {id(holder.thing) for holder in holders}
+    finally:
+        names += [holder.name for holder in holders if holder.restore()]
+    if names:
+        raise _stores(", ".join(names))
+    for name, iterator, was in iterators:
+        if _progress(iterator) != was:
+            raise used_up(f"{name}, from which the function takes", iterator)
+
+
+def _holders(found: Iterable[tuple[str, Any]]) -> list[_Holder]:
+    """Return the containers under some values, with what they hold."""
+    out: list[_Holder] = []
+    seen: set[int] = set()
+    waiting = list(found)
+    while waiting and len(out) < _MAX_CONTAINERS:
+        name, thing = waiting.pop(0)
+        kind = kind_of(thing)
+        if kind is Kind.TUPLE:
+            waiting += [(name, v) for v in thing]
+        if kind not in _CONTAINERS or id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        out.append(_Holder(name, thing, contents_of(thing)))
+        if kind is Kind.OBJECT:
+            waiting += [(f"{name}.{k}", v) for k, v in out[-1].contents.items() if kind_of(v) >= Kind.TUPLE]
+        else:
+            waiting += [(name, v) for v in _values(out[-1].contents) if kind_of(v) >= Kind.TUPLE]
+    return out
+
+
+def _as_holder(node: Any) -> _Holder:
+    return _Holder(type(node).__name__, node, contents_of(node))
+
+
+def _parts_of(holders: Iterable[_Holder]) -> Iterator[tuple[str, Any]]:
+    for name, _, contents in holders:
+        items = contents.items() if isinstance(contents, dict) else (("", v) for v in contents)
+        for key, value in items:
+            if kind_of(value) is Kind.ATOM:
+                yield (f"{name}.{key}" if key else name), value
+
+
+# ---------------------------------------------------------------- iterators
+
+
+def _iterators(found: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the iterators among some values, and how far they are."""
+    for name, value in found:
+        if kind_of(value) is Kind.ATOM and isinstance(value, Iterator):
+            yield name, value, _progress(value)
+
+
+def _progress(iterator: Any, depth: int = 0) -> Any:
+    """Return what changes in an iterator when something is taken from it, or from those that it takes from."""
+    if isinstance(iterator, types.GeneratorType):
+        return None if iterator.gi_frame is None else iterator.gi_frame.f_lasti
+    if isinstance(iterator, itertools.count):
+        return repr(iterator)
+    own = operator.length_hint(iterator, -1), tuple(map(id, getattr(iterator, "__dict__", {}).values()))
+    inner = gc.get_referents(iterator) if depth < 4 else []
+    inner += [v for several in inner if isinstance(several, tuple) for v in several]  # zip has its iterators in one
+    return (*own, *(_progress(v, depth + 1) for v in inner if isinstance(v, Iterator)))
+
+
+# ---------------------------------------------------------------- leaks
+
+
+def refuse_leaks(trace: Callable[[], Any], name: str) -> None:
+    """Refuse a function that has stored an array of its trace anywhere: then it lives, and so does the trace.
+
+    Args:
+        trace: A weak reference to the trace.
+        name: What errors call the function.
+
+    Raises:
+        LazyError: If that is so.
+    """
+    for generation in (1, 2):  # what refers to itself, as a function that calls itself, lives until it is collected
+        if trace() is None:
+            return
+        gc.collect(generation)
+    live = trace()
+    held = [] if live is None else [thing for thing in gc.get_referrers(live) if isinstance(thing, Tracer)]
+    if held:  # what flax has made in the trace knows it too, and may stay
+        found = dict.fromkeys(place for tracer in held for place in _places_of(tracer, held))
+        raise _stores(f"{name}: {', '.join([*found][:4]) or 'a place that Python does not tell'}")
+
+
+def _places_of(tracer: Any, known: list[Any]) -> Iterator[str]:
+    """Yield words for what holds a tracer."""
+    for holder in gc.get_referrers(tracer):
+        if holder is known or isinstance(holder, (types.FrameType, Tracer)):
+            continue
+        if not isinstance(holder, dict):
+            yield f"a {type(holder).__name__}"
+            continue
+        key = next((k for k, v in list(holder.items()) if v is tracer), "?")
+        owners = [o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder or isinstance(o, type)]
+        for owner in owners[:1]:
+            told = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__name__
+            yield f"{told}.{key}"
+        if not owners:
+            yield f"a dict, under {key!r}"
+
+
+def _stores(where: str) -> LazyError:
+    return LazyError(
+        Problem(
+            where,
+            "a compiled function that stores an array there, which every call computes anew",
+            "no write of an array to what holds no model: that is constant, as for jax.jit. An attribute of an "
+            "object that holds a model too, such as self.losses beside self.model, is written at each call",
+            "the array as a result of the function, and the write outside",
+        )
+    )
