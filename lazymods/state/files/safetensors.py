@@ -121,7 +121,7 @@ def _check_entry(path: Path, name: str, entry: Any, length: int) -> _Span:
     def wrong(got: str, needed: str) -> CheckpointError:
         return refuse(path, got, needed, tensor=name)
 
-    if not isinstance(entry, dict) or not entry.keys() >= {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or not ("dtype" in entry and "shape" in entry and "data_offsets" in entry):
         raise wrong(f"the entry {printable(repr(entry))}", "an object with dtype, shape and data_offsets")
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(kind, str) or kind not in DTYPES:
@@ -134,17 +134,17 @@ def _check_entry(path: Path, name: str, entry: Any, length: int) -> _Span:
     if not begin <= end <= length:
         got = f"bytes {begin} to {end}"
         raise wrong(got, f"bytes inside the file's {length:,} of data: it is truncated, or its header is wrong")
-    dtype = DTYPES[kind]
-    if not possible(tuple(shape), dtype):
+    lengths, dtype = tuple(shape), DTYPES[kind]
+    if not possible(lengths, dtype):
         raise wrong(f"shape {printable(repr(shape))}", "a shape that an array can have")
-    wanted = byte_count(tuple(shape), dtype)
+    wanted = byte_count(lengths, dtype)
     if wanted != end - begin:
         raise wrong(f"{end - begin:,} bytes", f"{wanted:,} bytes for {kind}{shape}")
-    return _Span(begin, end, tuple(shape), dtype)
+    return _Span(begin, end, lengths, dtype)
 
 
 def _whole_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(d) is int and d >= 0 for d in value)
+    return isinstance(value, list) and all([type(d) is int and d >= 0 for d in value])
 
 
 def _check_spans(path: Path, spans: Mapping[str, _Span], length: int) -> None:

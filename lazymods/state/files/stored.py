@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import json
+import math
 import mmap
 import os
 import sys
@@ -35,11 +37,10 @@ ALIASES = "__aliases__"  # the entry of an npz archive or Orbax folder that name
 DTYPES = "__dtypes__"  # the entry of an npz archive that names the dtypes that numpy has no name for
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class StoredTensor:
     """One tensor of a file.
 
-    Attributes:
+    Args:
         name: Its name in the file.
         shape: Its shape.
         dtype: Its dtype, as numpy or ml_dtypes has it.
@@ -47,11 +48,10 @@ class StoredTensor:
         read: Returns its values: a read-only view of the mapped file where the format allows it.
     """
 
-    name: str
-    shape: Shape
-    dtype: np.dtype[Any]
-    file: Path
-    read: Callable[[], Array]
+    __slots__ = ("dtype", "file", "name", "read", "shape")  # files have a million
+
+    def __init__(self, name: str, shape: Shape, dtype: np.dtype[Any], file: Path, read: Callable[[], Array]) -> None:
+        self.name, self.shape, self.dtype, self.file, self.read = name, shape, dtype, file, read
 
     @property
     def nbytes(self) -> int:
@@ -84,15 +84,12 @@ class Checkpoint:
 
 def byte_count(shape: Shape, dtype: np.dtype[Any]) -> int:
     """Return how many bytes an array has; Python's integers do not overflow."""
-    total = dtype.itemsize
-    for length in shape:
-        total *= length
-    return total
+    return math.prod(shape) * dtype.itemsize
 
 
 def possible(shape: Shape, dtype: np.dtype[Any]) -> bool:
     """Say whether an array can have this shape: numpy counts the bytes as if no length were 0."""
-    lengths = tuple(length or 1 for length in shape)
+    lengths = shape if 0 not in shape else tuple([length or 1 for length in shape])
     return len(shape) <= MAX_RANK and byte_count(lengths, dtype) <= sys.maxsize
 
 
@@ -161,12 +158,12 @@ def read_json(file: Path, raw: bytes, what: str, tensor: str = "") -> Any:
     Raises:
         CheckpointError: If it is no such JSON.
     """
+    escaped = b"\\u" in raw  # half of a pair can't be written in another way
 
     def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for pair in pairs:
-            for text in pair:
-                if isinstance(text, str):
-                    text.encode()
+        for text in itertools.chain.from_iterable(pairs) if escaped else ():
+            if isinstance(text, str):
+                text.encode()
         out = dict(pairs)
         if len(out) != len(pairs):
             twice = _first_duplicate([name for name, _ in pairs])
@@ -274,4 +271,4 @@ def read_description(path: Path, limit: int, file: Path | None = None) -> bytes:
 
 def view(data: Array, begin: int, shape: Shape, dtype: np.dtype[Any], order: Literal["C", "F"] = "C") -> Array:
     """Return bytes from ``begin`` on as an array, without a copy, however they are aligned."""
-    return np.ndarray(shape, dtype, data[begin : begin + byte_count(shape, dtype)].data, order=order)
+    return np.ndarray(shape, dtype, data, begin, order=order)
