@@ -17,8 +17,8 @@ from flax import nnx
 from lazymods import _graph
 from lazymods._errors import CheckpointError, Problem, UninitializedError, describe
 from lazymods._placeholder import SIZE_LINE
-from lazymods.state import plain, training
-from lazymods.state.entries import named_places
+from lazymods.state import plain
+from lazymods.state.entries import is_training_state, named_places
 from lazymods.state.files import safetensors
 from lazymods.state.files.stored import ALIASES, DTYPES, Array, texts_as_array
 from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target
@@ -72,7 +72,7 @@ def save(
     (check_file_target if target.suffix else check_target)(target)
     _refuse_lazy(model)
     if include_rng is None:
-        include_rng = training.is_training_state(model)
+        include_rng = is_training_state(model)
     values, aliases = _collect(model, target, include_rng=include_rng)
     if target.suffix:
         arrays = {name: _to_host(name, value, target) for name, value in values.items()}
