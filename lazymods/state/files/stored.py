@@ -45,13 +45,28 @@ class StoredTensor:
         shape: Its shape.
         dtype: Its dtype, as numpy or ml_dtypes has it.
         file: The file that holds it.
-        read: Returns its values: a read-only view of the mapped file where the format allows it.
+        source: Returns its values; or the bytes of the mapped file, of which they are those from ``begin`` on.
+        begin: Where they begin.
     """
 
-    __slots__ = ("dtype", "file", "name", "read", "shape")  # files have a million
+    # files have a million tensors: what each is made of counts, in memory and in what Python's collector looks at
+    __slots__ = ("begin", "dtype", "file", "name", "shape", "source")
 
-    def __init__(self, name: str, shape: Shape, dtype: np.dtype[Any], file: Path, read: Callable[[], Array]) -> None:
-        self.name, self.shape, self.dtype, self.file, self.read = name, shape, dtype, file, read
+    def __init__(
+        self,
+        name: str,
+        shape: Shape,
+        dtype: np.dtype[Any],
+        file: Path,
+        source: Array | Callable[[], Array],
+        begin: int = 0,
+    ) -> None:
+        self.name, self.shape, self.dtype, self.file, self.source, self.begin = name, shape, dtype, file, source, begin
+
+    def read(self) -> Array:
+        """Return its values: a read-only view of the mapped file where the format allows it."""
+        source = self.source
+        return view(source, self.begin, self.shape, self.dtype) if isinstance(source, np.ndarray) else source()
 
     @property
     def nbytes(self) -> int:
@@ -146,7 +161,9 @@ def known_as(head: bytes) -> str | None:
 # ---------------------------------------------------------------- JSON
 
 
-def read_json(file: Path, raw: bytes, what: str, tensor: str = "") -> Any:
+def read_json(
+    file: Path, raw: bytes, what: str, tensor: str = "", short: Callable[[dict[str, Any]], Any] | None = None
+) -> Any:
     """Parse JSON strictly: UTF-8, each name once, no NaN, no half of a surrogate pair in a name or a text.
 
     Args:
@@ -154,13 +171,14 @@ def read_json(file: Path, raw: bytes, what: str, tensor: str = "") -> Any:
         raw: The text's bytes.
         what: What the text is, such as ``a header``.
         tensor: The entry that holds it, if any.
+        short: Returns what stands for an object of it, the innermost first; None: objects stay dicts.
 
     Raises:
         CheckpointError: If it is no such JSON.
     """
     escaped = b"\\u" in raw  # half of a pair can't be written in another way
 
-    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def checked(pairs: list[tuple[str, Any]]) -> Any:
         for text in itertools.chain.from_iterable(pairs) if escaped else ():
             if isinstance(text, str):
                 text.encode()
@@ -168,7 +186,7 @@ def read_json(file: Path, raw: bytes, what: str, tensor: str = "") -> Any:
         if len(out) != len(pairs):
             twice = _first_duplicate([name for name, _ in pairs])
             raise refuse(file, f"a name that stands twice in {what}", "each name once", tensor=twice)
-        return out
+        return out if short is None else short(out)
 
     def constant(text: str) -> Any:
         raise ValueError(f"{text} is no JSON")
