@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 from lazymods._errors import one_line
 from lazymods.state.files.stored import Array, printable
+from lazymods.state.files.torch_reader import MAX_LINE, Reader
 
-MAX_LINE = 1000  # of a name in a pickle
 _PROTO = b"\x80"
 _MAX_LENGTH = 2**63 - 1
-_WINDOW = 1 << 16  # bytes that are taken out of the file at a time
 MAX_DEPTH = 64
 """How deep mappings may be nested."""
 
@@ -143,7 +142,7 @@ def walk(data: Array, begin: int = 0, *, allowed: Collection[str] = ()) -> Pickl
     Raises:
         Malformed: If it is damaged, or does something that ``torch.save`` does not write.
     """
-    machine = _Machine(_Reader(data, begin), allowed)
+    machine = _Machine(Reader(data, begin), allowed)
     try:
         value = machine.run()
     except (IndexError, KeyError, ValueError) as error:
@@ -167,38 +166,11 @@ def refused_tensors(tree: Any) -> Iterator[tuple[str, str]]:
                 pending.extend((f"{name}.{key}"[-MAX_LINE:].lstrip("."), item) for key, item in items)
 
 
-class _Reader:
-    """The bytes as the readers of :mod:`pickletools` take them; never gives more than there is."""
-
-    def __init__(self, data: Array, position: int) -> None:
-        self.data = data
-        self._begin, self._window, self._at = position, b"", 0  # a part of the data, and how far it has been read
-
-    @property
-    def position(self) -> int:
-        return self._begin + self._at
-
-    def read(self, count: int) -> bytes:
-        end = self._at + count
-        if end > len(self._window):
-            self._begin, self._at, end = self.position, 0, count
-            self._window = self.data[self._begin : self._begin + max(count, _WINDOW)].tobytes()
-        out = self._window[self._at : end]
-        self._at += len(out)
-        return out
-
-    def readline(self) -> bytes:
-        begin = self.position
-        line, found, _ = self.read(MAX_LINE).partition(b"\n")
-        self._at -= self.position - begin - len(line) - len(found)
-        return line + found
-
-
 # ---------------------------------------------------------------- the machine
 
 
 class _Machine:
-    def __init__(self, reader: _Reader, allowed: Collection[str]) -> None:
+    def __init__(self, reader: Reader, allowed: Collection[str]) -> None:
         self.reader, self.allowed = reader, allowed
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
