@@ -81,7 +81,8 @@ class Mould:
     def __init__(self, spec: LayerSpec, template: Template) -> None:
         self.spec, self.template = spec, template
         root = template.blueprint.root
-        self.attributes = {n: d for n, d in root.attributes.items() if (n,) not in template.pending}
+        attributes = [(n, d) for n, d in root.attributes.items() if (n,) not in template.pending]
+        self.attributes = [(n, d, isinstance(d, Static) and not d.mutable) for n, d in attributes]
         names = {n: is_data for n, is_data in root.data_names.items() if (n,) not in template.pending}
         self.names = _compat.mapping_of_names({**names, STATE: False})
         places = {d.argument: p for p, d in _given(root, ())}
@@ -110,16 +111,14 @@ class Mould:
                 has checked those of the object that the template describes.
         """
         builder = Builder(self, key_source(keys), given)
-        for name, description in self.attributes.items():
-            shared = isinstance(description, Static) and not description.mutable
-            value = description.value if shared else builder.make(description, (name,))
-            object.__setattr__(layer, name, value)
+        held = vars(layer)
+        for name, description, is_shared in self.attributes:
+            held[name] = description.value if is_shared else builder.make(description, (name,))
         _compat.share_data_names(layer, self.names)
         static = builder.keys if isinstance(builder.keys, StaticKeys) else None
-        vars(layer).pop(STATE, None)  # so that it comes last, see LazyState.spares
-        state = LazyState(self.spec, self.given, static)
+        held.pop(STATE, None)  # so that it comes last, see LazyState.spares
+        held[STATE] = state = LazyState(self.spec, self.given, static)
         state.unchecked = not checked
-        object.__setattr__(layer, STATE, state)
 
 
 def _given(description: Any, path: Path) -> Iterator[tuple[Path, Given]]:
@@ -160,10 +159,11 @@ class Builder:
         if isinstance(description, Container):
             pairs = [(k, self.make(d, (*path, k))) for k, d in description.items]
             return dict(pairs) if description.cls is dict else description.cls(v for _, v in pairs)
-        if id(description) not in self.made:
+        made = self.made.get(id(description))
+        if made is None:
             made = self._slot(description) if isinstance(description, Slot) else self._node(description, path)
             self.made[id(description)] = made
-        return self.made[id(description)]
+        return made
 
     def _node(self, description: Node, path: Path) -> Any:
         node = _compat.new_object(description.cls)
@@ -177,8 +177,9 @@ class Builder:
 
     def _slot(self, slot: Slot) -> Any:
         metadata = {**slot.metadata, **self.metadata}
-        if slot.metadata.get("eager_sharding") is not None:  # the caller's own word goes before the setting
-            metadata["eager_sharding"] = slot.metadata["eager_sharding"]
+        own = slot.metadata.get("eager_sharding")
+        if own is not None:  # the caller's own word goes before the setting
+            metadata["eager_sharding"] = own
         if slot.cls is not None and issubclass(slot.cls, nnx.RngState):  # random state depends on no size
             source = SlotSource(self.mould.spec, slot.path)
             recipe = Recipe(source, slot.shape, slot.dtype, "", self._keys_of(slot, slot.shape))

@@ -14,7 +14,7 @@ import itertools
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
 
@@ -189,20 +189,20 @@ def _construct(layer: Any, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str,
     given = dict(kwargs)
     rngs = given.pop(twin.rngs_name or "", twin.default_rngs)
     streams, modules = _streams(rngs), {}
-    described = None if streams is None else _described(streams)
+    described = None if streams is None else tuple([(s.name, s.key.dtype, s.stream.tag) for s in streams])
     key = None if described is None else _key(name, twin, args, given, described)
     if key is None:
         mould, modules = _mould(name, twin, args, kwargs, described)
     else:
         mould, _ = _remembered_mould(key, rngs is None, Ignored((name, twin, args, given, kwargs, described)))
-    streams = streams or {}
-    kept = {**modules, "rngs": rngs, **{f"rngs.{n}": s for n, s in streams.items()}}
-    keys = [a for s in streams.values() for a in (_compat.value_of(s.key), _compat.value_of(s.count))]
+    streams = streams or []
+    kept = {**modules, "rngs": rngs, **{f"rngs.{s.name}": s.stream for s in streams}}
+    keys = [array for s in streams for array in (s.key, s.count)]
     checked = "_lazymods_plan" in vars(type(layer)) and _compat.is_pytree(type(layer))
     mould.build(layer, keys, kept, checked=checked)
-    for n, draws in mould.draws.items():
-        count = streams[n].count
-        count.set_raw_value(_compat.counted(_compat.value_of(count), draws))
+    for name, stream, _, count in streams:
+        if name in mould.draws:
+            stream.count.set_raw_value(_compat.counted(count, mould.draws[name]))
 
 
 def _key(name: str, twin: _Twin, args: Any, given: Mapping[str, Any], described: Streams) -> Any:
@@ -271,17 +271,27 @@ def _check_defaults(name: str) -> None:
             raise ConfigurationError(Problem(name, f"nnx.var_defaults({kind}=True)", needed, write))
 
 
-def _streams(rngs: Any) -> dict[str, nnx.RngStream] | None:
-    """The streams of rngs by name; None if those are not what a layer can take."""
+class _Stream(NamedTuple):
+    """A stream of rngs, with its key and counter as they are before the layer draws from it."""
+
+    name: str
+    stream: nnx.RngStream
+    key: Any
+    count: Any
+
+
+def _streams(rngs: Any) -> list[_Stream] | None:
+    """The streams of rngs; None if those are not what a layer can take."""
     if rngs is None:
-        return {}
+        return []
     if isinstance(rngs, nnx.RngStream):
-        streams = {"": rngs}
+        named: Any = [("", rngs)]
     elif isinstance(rngs, nnx.Rngs):
-        streams = dict(rngs.items())
+        named = rngs.items()
     else:
         return None
-    return None if any(_compat.value_of(s.key).shape != () for s in streams.values()) else streams
+    streams = [_Stream(n, s, _compat.value_of(s.key), _compat.value_of(s.count)) for n, s in named]
+    return None if any([s.key.shape != () for s in streams]) else streams
 
 
 def _no_rngs(name: str, rngs: Any) -> LazyError:
@@ -290,12 +300,7 @@ def _no_rngs(name: str, rngs: Any) -> LazyError:
     return ConfigurationError(Problem(name, f"rngs={got}", needed, f"{name}(..., rngs=nnx.Rngs(0))"))
 
 
-Streams = tuple[tuple[str, Any, str], ...]
-
-
-def _described(streams: Mapping[str, nnx.RngStream]) -> Streams:
-    """Name, key dtype and tag of each stream."""
-    return tuple([(n, _compat.value_of(s.key).dtype, s.tag) for n, s in streams.items()])
+Streams = tuple[tuple[str, Any, str], ...]  # name, key dtype and tag of each
 
 
 def _short(signature: inspect.Signature) -> str:

@@ -51,7 +51,7 @@ class Entry(NamedTuple):
 
 def dotted(path: Path) -> str:
     """Join a path with dots; tuple keys are joined as well: ``batch_stats.kernel.u``."""
-    return ".".join(dotted(p) if isinstance(p, tuple) else str(p) for p in path)
+    return ".".join([p if type(p) is str else dotted(p) if isinstance(p, tuple) else str(p) for p in path])
 
 
 def attributes(node: Any) -> dict[str, Any]:

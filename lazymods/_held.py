@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,11 +24,17 @@ def shape_of(value: Any) -> tuple[int, ...]:
 
 def stackings(layer: Any) -> Stackings:
     """The axes that the values of a layer have beside their own: it was built under ``nnx.vmap``."""
-    waiting = [v for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)]
-    if all(v.recipe.is_static for v in waiting):
-        return NOT_STACKED
-    entries = [e for e in _graph.entries(layer) if isinstance(e.value, UninitializedVariable)]
-    return stackings_of((e.path, e.value.recipe) for e in entries)
+    return _stackings_of((e.path, e.value) for e in _graph.entries(layer))
+
+
+def stackings_held(held: Mapping[Path, tuple[Any, Any, Any]]) -> Stackings:
+    """The same, from what a layer holds at its slots."""
+    return _stackings_of((path, value) for path, (_, _, value) in held.items())
+
+
+def _stackings_of(values: Iterable[tuple[Path, Any]]) -> Stackings:
+    recipes = [(path, value.recipe) for path, value in values if _graph.is_placeholder(value)]
+    return NOT_STACKED if all([recipe.is_static for _, recipe in recipes]) else stackings_of(recipes)
 
 
 def check_held(

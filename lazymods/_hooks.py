@@ -18,6 +18,7 @@ from flax import nnx
 
 from lazymods import _compat, _first_call, _lifecycle
 from lazymods._graph import HOOKS, STATE
+from lazymods._hooked import hooks_of
 
 _ids = itertools.count()
 _LOCK = _lifecycle.LOCK  # a module's hooks and its class change together, as when a lazy layer becomes its class
@@ -60,12 +61,6 @@ class RemovableHandle:
     def __exit__(self, *error: object) -> None:
         """Remove the hook."""
         self.remove()
-
-
-def hooks_of(module: Any, kind: str | None = None) -> tuple[Hook, ...]:
-    """Return a module's hooks in the order in which they run."""
-    hooks = vars(module).get(HOOKS, ())
-    return hooks if kind is None else tuple(h for h in hooks if h.kind == kind)
 
 
 def _register(module: nnx.Module, hook: Hook, *, first: bool = False) -> RemovableHandle:
@@ -291,14 +286,3 @@ def register_load_state_dict_post_hook(module: nnx.Module, hook: Callable[..., A
         A handle whose ``remove()`` removes the hook.
     """
     return _register(module, Hook(next(_ids), "load_state_dict_post", hook))
-
-
-def run_hooks(module: Any, kind: str, *args: Any) -> None:
-    """Run a module's hooks of a kind.
-
-    Raises:
-        RuntimeError: If a hook returns a value: it would be lost.
-    """
-    for hook in hooks_of(module, kind):
-        if hook.function(module, *args) is not None:
-            raise RuntimeError(f"a {kind} hook of {type(module).__name__} returned a value; edit in place instead")

@@ -323,30 +323,28 @@ def finish_class(layer: Any) -> None:
 
 
 def _merge(node: Any, actual: Node, template: Node) -> None:
-    current = _graph.attributes(node)
-    merged: dict[str, Any] = {}
+    held = vars(node)
+    merged = {k: held[k] for k in (_compat.STATE, _compat.NODES) if k in held}
     for name, description in actual.attributes.items():
-        before = template.attributes.get(name)
-        if name in current:
-            value = current.pop(name)
-            if isinstance(description, Static):
-                untouched = isinstance(before, Static) and same_static(before.value, value)
-                value = description.fresh() if untouched else value
-            elif isinstance(description, Node) and isinstance(value, nnx.Pytree) and isinstance(before, Node):
-                _merge(value, description, before)
-        elif isinstance(description, Static):
-            value = description.fresh()
-        else:
+        value = held.get(name, _graph.MISSING)
+        if isinstance(description, Static):
+            before = template.attributes.get(name)
+            untouched = isinstance(before, Static) and same_static(before.value, value)
+            if untouched or value is _graph.MISSING:
+                value = description.fresh()
+        elif value is _graph.MISSING:
             continue  # removed since construction
+        elif isinstance(description, Node) and isinstance(value, nnx.Pytree):
+            before = template.attributes.get(name)
+            if isinstance(before, Node):
+                _merge(value, description, before)
         merged[name] = value
-    gone = {k for k in current if k in template.attributes and k not in actual.attributes}
-    extra = {k: v for k, v in current.items() if k not in gone}
     names = actual.names
-    if extra:
-        names = names.update({k: v for k, v in _compat.data_names(node).items() if k in extra})
-    own = {k: vars(node)[k] for k in (_compat.STATE, _compat.NODES) if k in vars(node)}
-    ours = {k: vars(node)[k] for k in (STATE, _graph.HOOKS) if k in vars(node)}
-    _compat.set_attributes(node, own | merged | extra | ours)
+    left = [k for k in held if k not in merged and k not in template.attributes and k not in (STATE, _graph.HOOKS)]
+    if left:  # what the user has added
+        names = names.update({k: v for k, v in _compat.data_names(node).items() if k in left})
+    merged.update([(k, held[k]) for k in (*left, STATE, _graph.HOOKS) if k in held])
+    _compat.set_attributes(node, merged)
     _compat.share_data_names(node, names)
 
 

@@ -466,9 +466,9 @@ def strongly_typed(array: Any) -> Any:
 
 def fits(known: PartialShape | None, shape: Sequence[int]) -> bool:
     """Whether a whole shape agrees with a partial one."""
-    if known is None:
+    if known is None or known == shape:
         return True
-    return len(known) == len(shape) and all(k is None or k == d for k, d in zip(known, shape, strict=True))
+    return len(known) == len(shape) and not [k for k, d in zip(known, shape, strict=True) if k is not None and k != d]
 
 
 def show_shape(shape: PartialShape) -> str:

@@ -187,8 +187,10 @@ class Recipe:
     @property
     def shape(self) -> PartialShape | None:
         """The partial shape, with the axes that are stacked; None if not even the rank is known."""
+        if self.element is None or isinstance(self.key_source, StaticKeys):
+            return self.element
         stacking = self.stacking
-        return stacking.whole(self.element) if self.element is not None and stacking.sizes else self.element
+        return stacking.whole(self.element) if stacking.sizes else self.element
 
     @property
     def is_static(self) -> bool:

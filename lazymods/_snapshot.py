@@ -41,13 +41,12 @@ class Snapshot:
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         seen: set[int] = set()
         for root in roots:
-            self._take(root, seen)
+            self._take(root, kind_of(root), seen)
 
-    def _take(self, value: Any, seen: set[int]) -> None:
+    def _take(self, value: Any, kind: Any, seen: set[int]) -> None:
         if id(value) in seen:
             return
         seen.add(id(value))
-        kind = kind_of(value)
         if kind is VARIABLE:
             self._variables.append((value, type(value), value.get_raw_value(), value.get_metadata()))
             return
@@ -58,8 +57,9 @@ class Snapshot:
         elif isinstance(value, MutableMapping):
             self._containers.append((value, dict(value)))
         for _, child in _graph.children(value):
-            if kind_of(child) not in (ARRAY, OTHER):
-                self._take(child, seen)
+            kind = kind_of(child)
+            if kind is not OTHER and kind is not ARRAY:
+                self._take(child, kind, seen)
 
     def keep(self, arrays: Iterable[np.ndarray[Any, Any]]) -> None:
         """Take the contents of arrays too; one that is among them twice, or overlaps another, has its first ones."""

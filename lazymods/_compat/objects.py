@@ -46,8 +46,13 @@ def new_state() -> Any:
 
 
 def data_names(node: Any) -> dict[str, bool]:
-    """Return which attributes of an nnx object are data ."""
+    """Return which attributes of an nnx object are data."""
     return dict(getattr(node, NODES))
+
+
+def names_of(node: Any) -> Mapping[str, bool]:
+    """Return the same as it is held, not to be changed."""
+    return getattr(node, NODES)
 
 
 def declared_names(cls: type) -> set[str]:

@@ -33,11 +33,13 @@ def device_put(arrays: Sequence[np.ndarray[Any, Any]], device: Any) -> list[jax.
     if _compat.current_trace() is not _compat.eval_trace():
         return jax.device_put(list(arrays))
     sharding = jax.sharding.SingleDeviceSharding(device)
+    devices = sharding._device_assignment
     avals: dict[Any, Any] = {}
     out = []
     for array in arrays:
         kind = (array.shape, array.dtype)
-        if kind not in avals:
-            avals[kind] = ShapedArray(array.shape, array.dtype)
-        out.append(put(avals[kind], sharding, array))
+        aval = avals.get(kind)
+        if aval is None:
+            aval = avals[kind] = ShapedArray(*kind)
+        out.append(batched_device_put(aval, sharding, [array], devices, committed=False))
     return out

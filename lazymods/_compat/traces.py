@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer, eval_context
+from jax.core import ShapedArray, Tracer, eval_context
 from jax.extend.core import set_current_trace, take_current_trace
 
 from lazymods import _compat
@@ -23,6 +23,7 @@ with eval_context(), take_current_trace() as EVAL:
     """The trace that executes operations."""
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())
+_COUNTER = ShapedArray((), np.dtype(np.uint32))
 
 
 def current_trace() -> Any:
@@ -111,7 +112,7 @@ def counted(count: Any, draws: int) -> Any:
     if array and device and not count.committed and count.dtype == np.uint32 and not (count.shape or count.weak_type):
         if count.devices() == {device}:
             value = np.array((int(np.asarray(count)) + draws) % 2**32, np.uint32)
-            return _compat.put(jax.typeof(count), count.sharding, value)
+            return _compat.put(_COUNTER, count.sharding, value)
     return count + np.uint32(draws)
 
 

@@ -6,12 +6,14 @@ hold in a new one, not by their names. Seen with flax 0.12.8, 0.12.10 and 0.12.1
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 
 def _slots() -> tuple[Any, Any, Any]:
@@ -53,7 +55,13 @@ def value_of(variable: nnx.Variable[Any]) -> Any:
     """Return ``variable.get_value()``, without the copy if it is an array that no hook changes."""
     ordinary = type(variable).get_value is nnx.Variable.get_value and "on_get_value" not in raw_metadata(variable)
     raw = _get_raw(variable) if ordinary else None
-    return raw if isinstance(raw, jax.Array) and not isinstance(raw, jax.Ref) else variable.get_value()
+    is_array = _is_array(type(raw)) or (isinstance(raw, jax.Array) and not isinstance(raw, jax.Ref))
+    return raw if is_array else variable.get_value()
+
+
+@functools.cache  # isinstance() of a reference asks for the type that JAX gives a value, every time
+def _is_array(cls: type) -> bool:
+    return issubclass(cls, jax.Array) and not issubclass(cls, (Tracer, jax.Ref))
 
 
 def raw_values(variables: Any) -> list[Any]:

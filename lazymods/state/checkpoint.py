@@ -18,8 +18,8 @@ from lazymods._error_lists import cause_of
 from lazymods._errors import StateDictError, describe
 from lazymods._placeholder import fits
 from lazymods._recipe import is_key
-from lazymods.state import names, training
-from lazymods.state.entries import IMPL, Place, Survey, base_name
+from lazymods.state import names
+from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.opening import read_checkpoint
 from lazymods.state.files.stored import Checkpoint, StoredTensor, printable, refuse
 from lazymods.state.load import LoadResult, Origin, load_entries
@@ -119,7 +119,9 @@ def load(
             weak = {new for new, old in sources.items() if any(file.aliases.get(n, n) in file.weak for n in old)}
             origin = Origin(_called(file), sources, owned, advance, layout == "flax", weak)
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
-            if not isinstance(model, nnx.Pytree):
+            if is_training_state(model):
+                from lazymods.state import training  # with the optimizers, which many loads do without
+
                 result = training.load_entries(model, entries, **options)
             else:
                 result = load_entries(model, entries, survey=survey, **options)
@@ -164,7 +166,7 @@ def _entries(
 def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Read what the model has a place for; what does not fit there is told by its shape, and not read."""
     # hooks may give an entry another name, and an optimizer without a state gets one later
-    everything = survey.hooked or training.is_training_state(survey.model)
+    everything = survey.hooked or is_training_state(survey.model)
     out = dict(entries)
     for name, value in entries.items():
         if isinstance(value, StoredTensor):
@@ -215,12 +217,12 @@ def _is_spread(value: np.ndarray[Any, Any]) -> bool:
     return value.size > 1 and not any(value.strides)
 
 
-_SCALE = re.compile(r"scale|zero_?point|absmax|quant_state", re.IGNORECASE)
+_SCALE = r"(?i)scale|zero_?point|absmax|quant_state"
 
 
 def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], file: Checkpoint) -> None:
     """Warn of quantized weights that go into wider floats, or whose scales the model has no place for."""
-    scales = [name for name in entries if name not in places and _SCALE.search(name)]
+    scales = [name for name in entries if name not in places and re.search(_SCALE, name)]
     owners = {name.rpartition(".")[0] for name in scales}
     suspects = [
         name

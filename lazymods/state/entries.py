@@ -14,7 +14,7 @@ from flax import nnx
 from lazymods import _compat, _graph
 from lazymods._errors import Problem, StateDictError, describe
 from lazymods._graph import ARRAY, MAPPING, NODE, OTHER, PYTREE, SEQUENCE, VARIABLE, Path, dotted, kind_of
-from lazymods._hooks import hooks_of
+from lazymods._hooked import hooks_of
 from lazymods._lifecycle import TRANSIENT, put
 from lazymods._recipe import is_key
 
@@ -140,6 +140,11 @@ class Survey:
         self.hooked = [(path, node) for path, node in self.nodes if hooks_of(node)]
 
 
+def is_training_state(model: Any) -> bool:
+    """Whether what is saved or loaded is a dict of things rather than one of them."""
+    return kind_of(model) is not NODE  # nnx.Dict is a module
+
+
 def home_trace(model: Any) -> Any:
     """Return the trace in which a model was born; a dict of objects is where the caller is."""
     return _compat.home_trace(model) if isinstance(model, nnx.Pytree) else _compat.current_trace()
@@ -198,7 +203,7 @@ class _Walk:
         if id(holder) in self._above:  # a cycle
             return
         self._above.append(id(holder))
-        declared = _compat.data_names(holder) if kind_of(holder) is NODE else {}
+        declared = _compat.names_of(holder) if kind_of(holder) is NODE else {}
         for key, value in _graph.children(holder):
             kind = kind_of(value)
             if kind is VARIABLE:

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from lazymods import _compat, _graph, _held, _hooks, _lifecycle, _structure
+from lazymods import _compat, _graph, _held, _lifecycle, _structure
 from lazymods._error_lists import cause_of
 from lazymods._errors import (
     LazyError,
@@ -21,9 +21,10 @@ from lazymods._errors import (
     located,
 )
 from lazymods._graph import STATE, dotted
+from lazymods._hooked import hooks_of, run_hooks
 from lazymods._placeholder import UninitializedArray
 from lazymods._snapshot import Snapshot
-from lazymods.state.entries import Survey, home_trace, is_buffer, prefix_of
+from lazymods.state.entries import Survey, home_trace, is_buffer, is_training_state, prefix_of
 from lazymods.state.files.stored import StoredTensor
 from lazymods.state.plain import decoded
 from lazymods.state.plan import Plan, Write, make_plan
@@ -124,9 +125,9 @@ def load_state_dict(
     wrong = [k for k in state_dict if not isinstance(k, str)]
     if wrong:
         raise TypeError(f"names are dotted strings, got {wrong[0]!r} of type {type(wrong[0]).__name__}")
-    from lazymods.state import training  # which loads by what is below
+    if is_training_state(model):
+        from lazymods.state import training  # which loads by what is below
 
-    if training.is_training_state(model):
         return training.load_entries(model, state_dict, strict=strict, mismatched=mismatched)
     return load_entries(model, state_dict, strict=strict, mismatched=mismatched)
 
@@ -195,14 +196,14 @@ def load_entries(
                 plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
             matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
             result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
-            after = [n for _, n in survey.hooked if _hooks.hooks_of(n, "load_state_dict_post")]
+            after = [n for _, n in survey.hooked if hooks_of(n, "load_state_dict_post")]
             _raise_problems(plan, result, origin, strict=strict and not after)
             snapshot = snapshot or Snapshot(model)
             snapshot.keep(w.current for w in plan.writes.values() if is_buffer(w.current))
             with _compat.at_trace(home_trace(model)):  # what is written must outlive the current trace
                 _write(plan, origin)
             for node in reversed(after):  # children before parents
-                _hooks.run_hooks(node, "load_state_dict_post", result)
+                run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
         except BaseException:
             if snapshot is not None:
@@ -219,12 +220,12 @@ def _is_wanted(name: str, value: Any, survey: Survey) -> bool:
 def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[str, Any]:
     messages: list[str] = []
     for path, node in survey.hooked:
-        if not _hooks.hooks_of(node, "load_state_dict_pre"):
+        if not hooks_of(node, "load_state_dict_pre"):
             continue
         prefix = prefix_of(path)
         own = {k: v for k, v in given.items() if k.startswith(prefix)}
         rest = {k: v for k, v in given.items() if not k.startswith(prefix)}
-        _hooks.run_hooks(node, "load_state_dict_pre", own, prefix, {}, strict, [], [], messages)
+        run_hooks(node, "load_state_dict_pre", own, prefix, {}, strict, [], [], messages)
         given = rest | own
     if messages:
         name = type(survey.model).__name__
@@ -287,6 +288,7 @@ def _write(plan: Plan, origin: Origin) -> None:
     batch = [w for w in plan.writes.values() if _is_transferred(w)]
     arrays = transfer([_incoming(w, origin) for w in batch], origin.advance)
     on_device = {w.place.name: a for w, a in zip(batch, arrays, strict=True)}
+    made: list[tuple[Write, Any]] = []
     parts: dict[tuple[Any, ...], tuple[Write, dict[Any, Any]]] = {}  # several may be parts of one tuple
     fills = []
     for write in plan.writes.values():
@@ -296,8 +298,11 @@ def _write(plan: Plan, origin: Origin) -> None:
         if is_buffer(write.current):
             fills.append((write.current, value))
             value = write.current
-        parts.setdefault(write.place.replaced, (write, {}))[1][write.place.leaf] = value
-    made = [(write, write.place.replace(values)) for write, values in parts.values()]
+        if write.place.leaf:
+            parts.setdefault(write.place.replaced, (write, {}))[1][write.place.leaf] = value
+        else:
+            made.append((write, value))
+    made += [(write, write.place.replace(values)) for write, values in parts.values()]
     for array, values in fills:  # nothing fails from here on that could be known before
         array[...] = values
     for write, value in made:

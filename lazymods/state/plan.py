@@ -289,8 +289,9 @@ def _shapes_to_be(
 ) -> tuple[dict[Path, Shape], list[Write]]:
     """Return the shapes of the slots that have a value or will get one, and the writes to them."""
     shapes, writes = {}, []
-    stacked = _held.stackings(layer)
-    for slot, (_, _, value) in _lifecycle.own_slots(layer, template.blueprint).items():
+    held = _lifecycle.own_slots(layer, template.blueprint)
+    stacked = _held.stackings_held(held)
+    for slot, (_, _, value) in held.items():
         write = by_owner.get(id(value))
         if write is not None:
             writes.append(write)

@@ -9,8 +9,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lazymods import _graph, _hooks
+from lazymods import _graph
 from lazymods._errors import Problem, StateDictError
+from lazymods._hooked import hooks_of, run_hooks
 from lazymods._recipe import is_key
 from lazymods.state.entries import IMPL, check_is_model, named_places, prefix_of
 
@@ -39,9 +40,9 @@ def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = Fal
         ['0.kernel', '0.bias']
     """
     check_is_model(model)
-    hooked = [(p, n) for p, n in _graph.nodes(model) if _hooks.hooks_of(n)]
+    hooked = [(p, n) for p, n in _graph.nodes(model) if hooks_of(n)]
     for path, node in hooked:
-        _hooks.run_hooks(node, "state_dict_pre", prefix_of(path), True)
+        run_hooks(node, "state_dict_pre", prefix_of(path), True)
     out: dict[str, Any] = {}
     places = named_places(model)
     for place in places.values():
@@ -58,5 +59,5 @@ def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = Fal
         else:
             out[place.name] = value
     for path, node in reversed(hooked):  # children before parents
-        _hooks.run_hooks(node, "state_dict_post", out, prefix_of(path), {})
+        run_hooks(node, "state_dict_post", out, prefix_of(path), {})
     return out

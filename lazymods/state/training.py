@@ -10,16 +10,11 @@ from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._errors import Problem, UninitializedError
-from lazymods._graph import NODE, OTHER, dotted, kind_of
+from lazymods._graph import OTHER, dotted, kind_of
 from lazymods._optimizer import LazyOptimizer
 from lazymods._snapshot import Snapshot
 from lazymods.state import load
 from lazymods.state.entries import is_buffer, named_places, prefix_of
-
-
-def is_training_state(model: Any) -> bool:
-    """Whether what is saved or loaded is a dict of things rather than one of them."""
-    return kind_of(model) is not NODE  # nnx.Dict is a module
 
 
 def load_entries(

@@ -16,8 +16,8 @@ from flax import nnx
 from lazymods import _graph
 from lazymods._errors import CheckpointError, Problem, UninitializedError, describe
 from lazymods._placeholder import SIZE_LINE
-from lazymods.state import plain, training
-from lazymods.state.entries import check_is_model, named_places
+from lazymods.state import plain
+from lazymods.state.entries import check_is_model, is_training_state, named_places
 from lazymods.state.files import safetensors
 from lazymods.state.files.stored import ALIASES, DTYPES, MAX_NAME_BYTES, NOTES, WEAK, Array, printable, texts_as_array
 from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target
@@ -75,7 +75,7 @@ def save(
     (check_file_target if target.suffix else check_target)(target)
     _refuse_lazy(model)
     if include_rng is None:
-        include_rng = training.is_training_state(model)
+        include_rng = is_training_state(model)
     values, aliases = _collect(model, target, include_rng=include_rng)
     weak = {name: v.dtype.name for name, v in values.items() if is_weak(v)}
     notes = {key: texts for key, texts in ((ALIASES, aliases), (WEAK, weak)) if texts}

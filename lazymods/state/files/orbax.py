@@ -82,7 +82,7 @@ def open_orbax(path: Path) -> Checkpoint:
             continue
         if name in renamed:
             raise refuse(path, "two arrays of this name", "each name once", tensor=name)
-        renamed[name] = StoredTensor(name, tensor.shape, tensor.dtype, tensor.file, tensor.read)
+        renamed[name] = StoredTensor(name, tensor.shape, tensor.dtype, tensor.file, tensor.source)
     for alias, kept in aliases.items():
         if kept not in renamed or alias in renamed:
             raise refuse(path, f"another name for {printable(kept)}", "another name for one tensor", tensor=alias)

@@ -7,10 +7,9 @@ file is mapped: reading a tensor copies nothing.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Mapping
-from functools import partial
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -30,7 +29,6 @@ from lazymods.state.files.stored import (
     read_json,
     read_texts,
     refuse,
-    view,
 )
 
 MAX_HEADER_BYTES = 100_000_000
@@ -54,13 +52,6 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = "__metadata__"
 
 
-class _Span(NamedTuple):
-    begin: int
-    end: int
-    shape: Shape
-    dtype: np.dtype[Any]
-
-
 def open_safetensors(path: Path) -> Checkpoint:
     """Open a file and check all of its header.
 
@@ -70,9 +61,12 @@ def open_safetensors(path: Path) -> Checkpoint:
     data = map_file(path)
     header, start = _read_header(path, data)
     metadata = _metadata(path, header.pop(METADATA, None))
-    spans = {name: _check_entry(path, name, entry, len(data) - start) for name, entry in header.items()}
-    _check_spans(path, spans, len(data) - start)
-    tensors = {name: _tensor(path, data, start, name, span) for name, span in spans.items()}
+    length = len(data) - start
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in header.items():
+        begin, _, shape, dtype = _check_entry(path, name, entry, length)
+        tensors[name] = StoredTensor(name, shape, dtype, path, data, start + begin)
+    _check_spans(path, tensors.values(), start, len(data))
     aliases = {alias: kept for alias, kept in metadata.items() if kept in tensors and alias not in tensors}
     return Checkpoint(path, "safetensors", tensors, aliases, _weak(path, metadata), metadata)
 
@@ -83,11 +77,6 @@ def looks_like_safetensors(head: bytes) -> bool:
     To be asked before whether it is something else: lengths such as 640 begin like a pickle.
     """
     return head[4:9] == b"\0\0\0\0{"
-
-
-def _tensor(path: Path, data: Array, start: int, name: str, span: _Span) -> StoredTensor:
-    read = partial(view, data, start + span.begin, span.shape, span.dtype)  # files have a million: half of a closure
-    return StoredTensor(name, span.shape, span.dtype, path, read)
 
 
 # ---------------------------------------------------------------- header
@@ -108,7 +97,10 @@ def _read_header(path: Path, data: Array) -> tuple[dict[str, Any], int]:
     raw = data[8 : 8 + length].tobytes()
     if not raw.startswith(b"{"):
         raise refuse(path, f"a header {printable(repr(raw[:20]))}", "a JSON object of tensors, from its first byte on")
-    return read_json(path, raw, "a header"), 8 + length
+    header = read_json(path, raw, "a header", short=_short)
+    if not isinstance(header, dict):
+        raise refuse(path, "a header that is a tensor's entry", "a JSON object of such entries, by name")
+    return header, 8 + length
 
 
 def _metadata(path: Path, metadata: Any) -> dict[str, str]:
@@ -124,44 +116,62 @@ def _weak(path: Path, metadata: Mapping[str, str]) -> Collection[str]:
     return read_texts(path, metadata[WEAK].encode(), WEAK).keys() if WEAK in metadata else ()
 
 
-def _check_entry(path: Path, name: str, entry: Any, length: int) -> _Span:
-    def wrong(got: str, needed: str) -> CheckpointError:
-        return refuse(path, got, needed, tensor=name)
-
-    if not isinstance(entry, dict) or not entry.keys() >= {"dtype", "shape", "data_offsets"}:
-        raise wrong(f"the entry {printable(repr(entry))}", "an object with dtype, shape and data_offsets")
+def _short(entry: dict[str, Any]) -> Any:
+    """Return the four parts of an entry that has them as a tuple, which JSON has none of; anything else as it is."""
+    if "data_offsets" not in entry or "shape" not in entry or "dtype" not in entry:
+        return entry
     kind, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not isinstance(kind, str) or kind not in DTYPES:
-        raise wrong(f"dtype {printable(repr(kind))}", f"a dtype that JAX has an array for: {', '.join(DTYPES)}")
-    if not _whole_numbers(shape):
-        raise wrong(f"shape {printable(repr(shape))}", "a list of whole numbers")
-    if not _whole_numbers(offsets) or len(offsets) != 2:
-        raise wrong(f"data_offsets {printable(repr(offsets))}", "two whole numbers, begin and end")
-    begin, end = offsets
+    if not isinstance(kind, str) or kind not in DTYPES or not _whole_numbers(shape) or not _whole_numbers(offsets):
+        return entry
+    return (*offsets, tuple(shape), DTYPES[kind]) if len(offsets) == 2 else entry
+
+
+def _check_entry(path: Path, name: str, entry: Any, length: int) -> tuple[int, int, Shape, np.dtype[Any]]:
+    """Return where a tensor begins and ends among the data, its shape and its dtype."""
+    if type(entry) is not tuple:
+        raise _no_entry(path, name, entry)
+    begin, end, shape, dtype = entry
     if not begin <= end <= length:
         got = f"bytes {begin} to {end}"
-        raise wrong(got, f"bytes inside the file's {length:,} of data: it is truncated, or its header is wrong")
-    dtype = DTYPES[kind]
-    if not possible(tuple(shape), dtype):
-        raise wrong(f"shape {printable(repr(shape))}", "a shape that an array can have")
-    wanted = byte_count(tuple(shape), dtype)
+        needed = f"bytes inside the file's {length:,} of data: it is truncated, or its header is wrong"
+        raise refuse(path, got, needed, tensor=name)
+    if not possible(shape, dtype):
+        got = f"shape {printable(repr(list(shape)))}"
+        raise refuse(path, got, "a shape that an array can have", tensor=name)
+    wanted = byte_count(shape, dtype)
     if wanted != end - begin:
-        raise wrong(f"{end - begin:,} bytes", f"{wanted:,} bytes for {kind}{shape}")
-    return _Span(begin, end, tuple(shape), dtype)
+        needed = f"{wanted:,} bytes for {NAMES[dtype]}{list(shape)}"
+        raise refuse(path, f"{end - begin:,} bytes", needed, tensor=name)
+    return entry
+
+
+def _no_entry(path: Path, name: str, entry: Any) -> CheckpointError:
+    """Say what is wrong with what stands for a tensor."""
+    if not isinstance(entry, dict) or not entry.keys() >= {"dtype", "shape", "data_offsets"}:
+        got, needed = f"the entry {printable(repr(entry))}", "an object with dtype, shape and data_offsets"
+    elif not isinstance(entry["dtype"], str) or entry["dtype"] not in DTYPES:
+        got = f"dtype {printable(repr(entry['dtype']))}"
+        needed = f"a dtype that JAX has an array for: {', '.join(DTYPES)}"
+    elif not _whole_numbers(entry["shape"]):
+        got, needed = f"shape {printable(repr(entry['shape']))}", "a list of whole numbers"
+    else:
+        got, needed = f"data_offsets {printable(repr(entry['data_offsets']))}", "two whole numbers, begin and end"
+    return refuse(path, got, needed, tensor=name)
 
 
 def _whole_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(d) is int and d >= 0 for d in value)
+    return isinstance(value, list) and all([type(d) is int and d >= 0 for d in value])
 
 
-def _check_spans(path: Path, spans: Mapping[str, _Span], length: int) -> None:
-    position = 0
-    for name, span in sorted(spans.items(), key=lambda item: item[1][:2]):
-        if span.begin != position:
-            what = "overlap those of another tensor" if span.begin < position else "leave a hole before them"
-            got = f"bytes {span.begin:,} to {span.end:,}, which {what}"
-            raise refuse(path, got, "tensors one after the other", tensor=name)
-        position = span.end
-    if position != length:
-        got = f"{length:,} bytes of data where the header describes {position:,}"
+def _check_spans(path: Path, tensors: Iterable[StoredTensor], start: int, end: int) -> None:
+    position = start
+    for tensor in sorted(tensors, key=lambda t: (t.begin, t.nbytes)):
+        if tensor.begin != position:
+            what = "overlap those of another tensor" if tensor.begin < position else "leave a hole before them"
+            begin = tensor.begin - start
+            got = f"bytes {begin:,} to {begin + tensor.nbytes:,}, which {what}"
+            raise refuse(path, got, "tensors one after the other", tensor=tensor.name)
+        position += tensor.nbytes
+    if position != end:
+        got = f"{end - start:,} bytes of data where the header describes {position - start:,}"
         raise refuse(path, got, "no bytes but the tensors': the file is incomplete or has a tail")

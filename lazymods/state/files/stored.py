@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import json
+import math
 import mmap
 import os
 import sys
@@ -38,23 +40,36 @@ WEAK = "__weak_types__"  # the entry, or the text of a safetensors file, that na
 NOTES = (ALIASES, WEAK)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class StoredTensor:
     """One tensor of a file.
 
-    Attributes:
+    Args:
         name: Its name in the file.
         shape: Its shape.
         dtype: Its dtype, as numpy or ml_dtypes has it.
         file: The file that holds it.
-        read: Returns its values: a read-only view of the mapped file where the format allows it.
+        source: Returns its values; or the bytes of the mapped file, of which they are those from ``begin`` on.
+        begin: Where they begin.
     """
 
-    name: str
-    shape: Shape
-    dtype: np.dtype[Any]
-    file: Path
-    read: Callable[[], Array]
+    # files have a million tensors: what each is made of counts, in memory and in what Python's collector looks at
+    __slots__ = ("begin", "dtype", "file", "name", "shape", "source")
+
+    def __init__(
+        self,
+        name: str,
+        shape: Shape,
+        dtype: np.dtype[Any],
+        file: Path,
+        source: Array | Callable[[], Array],
+        begin: int = 0,
+    ) -> None:
+        self.name, self.shape, self.dtype, self.file, self.source, self.begin = name, shape, dtype, file, source, begin
+
+    def read(self) -> Array:
+        """Return its values: a read-only view of the mapped file where the format allows it."""
+        source = self.source
+        return view(source, self.begin, self.shape, self.dtype) if isinstance(source, np.ndarray) else source()
 
     @property
     def nbytes(self) -> int:
@@ -89,15 +104,12 @@ class Checkpoint:
 
 def byte_count(shape: Shape, dtype: np.dtype[Any]) -> int:
     """Return how many bytes an array has; Python's integers do not overflow."""
-    total = dtype.itemsize
-    for length in shape:
-        total *= length
-    return total
+    return math.prod(shape) * dtype.itemsize
 
 
 def possible(shape: Shape, dtype: np.dtype[Any]) -> bool:
     """Say whether an array can have this shape: numpy counts the bytes as if no length were 0."""
-    lengths = tuple(length or 1 for length in shape)
+    lengths = shape if 0 not in shape else tuple([length or 1 for length in shape])
     return len(shape) <= MAX_RANK and byte_count(lengths, dtype) <= sys.maxsize
 
 
@@ -154,7 +166,9 @@ def known_as(head: bytes) -> str | None:
 # ---------------------------------------------------------------- JSON
 
 
-def read_json(file: Path, raw: bytes, what: str, tensor: str = "") -> Any:
+def read_json(
+    file: Path, raw: bytes, what: str, tensor: str = "", short: Callable[[dict[str, Any]], Any] | None = None
+) -> Any:
     """Parse JSON strictly: UTF-8, each name once, no NaN, no half of a surrogate pair in a name or a text.
 
     Args:
@@ -162,21 +176,22 @@ def read_json(file: Path, raw: bytes, what: str, tensor: str = "") -> Any:
         raw: The text's bytes.
         what: What the text is, such as ``a header``.
         tensor: The entry that holds it, if any.
+        short: Returns what stands for an object of it, the innermost first; None: objects stay dicts.
 
     Raises:
         CheckpointError: If it is no such JSON.
     """
+    escaped = b"\\u" in raw  # half of a pair can't be written in another way
 
-    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for pair in pairs:
-            for text in pair:
-                if isinstance(text, str):
-                    text.encode()
+    def checked(pairs: list[tuple[str, Any]]) -> Any:
+        for text in itertools.chain.from_iterable(pairs) if escaped else ():
+            if isinstance(text, str):
+                text.encode()
         out = dict(pairs)
         if len(out) != len(pairs):
             twice = _first_duplicate([name for name, _ in pairs])
             raise refuse(file, f"a name that stands twice in {what}", "each name once", tensor=twice)
-        return out
+        return out if short is None else short(out)
 
     def constant(text: str) -> Any:
         raise ValueError(f"{text} is no JSON")
@@ -291,4 +306,4 @@ def read_description(path: Path, limit: int, file: Path | None = None) -> bytes:
 
 def view(data: Array, begin: int, shape: Shape, dtype: np.dtype[Any], order: Literal["C", "F"] = "C") -> Array:
     """Return bytes from ``begin`` on as an array, without a copy, however they are aligned."""
-    return np.ndarray(shape, dtype, data[begin : begin + byte_count(shape, dtype)].data, order=order)
+    return np.ndarray(shape, dtype, data, begin, order=order)

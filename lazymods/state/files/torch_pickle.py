@@ -13,14 +13,14 @@ from __future__ import annotations
 import pickletools
 import re
 from collections.abc import Callable, Collection, Iterator
-from typing import IO, Any, NamedTuple, cast
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from lazymods._errors import one_line
 from lazymods.state.files.stored import Array, printable
+from lazymods.state.files.torch_reader import MAX_LINE, Reader
 
-MAX_LINE = 1000  # of a name in a pickle
+_PROTO = b"\x80"
+_MAX_LENGTH = 2**63 - 1
 MAX_DEPTH = 64
 """How deep mappings may be nested."""
 
@@ -142,7 +142,7 @@ def walk(data: Array, begin: int = 0, *, allowed: Collection[str] = ()) -> Pickl
     Raises:
         Malformed: If it is damaged, or does something that ``torch.save`` does not write.
     """
-    machine = _Machine(_Reader(data, begin), allowed)
+    machine = _Machine(Reader(data, begin), allowed)
     try:
         value = machine.run()
     except (IndexError, KeyError, ValueError) as error:
@@ -166,28 +166,11 @@ def refused_tensors(tree: Any) -> Iterator[tuple[str, str]]:
                 pending.extend((f"{name}.{key}"[-MAX_LINE:].lstrip("."), item) for key, item in items)
 
 
-class _Reader:
-    """The bytes as the readers of :mod:`pickletools` take them; never gives more than there is."""
-
-    def __init__(self, data: Array, position: int) -> None:
-        self.data, self.position = data, position
-
-    def read(self, count: int) -> bytes:
-        out = self.data[self.position : self.position + count].tobytes()
-        self.position += len(out)
-        return out
-
-    def readline(self) -> bytes:
-        line, found, _ = self.data[self.position : self.position + MAX_LINE].tobytes().partition(b"\n")
-        self.position += len(line) + len(found)
-        return line + found
-
-
 # ---------------------------------------------------------------- the machine
 
 
 class _Machine:
-    def __init__(self, reader: _Reader, allowed: Collection[str]) -> None:
+    def __init__(self, reader: Reader, allowed: Collection[str]) -> None:
         self.reader, self.allowed = reader, allowed
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
@@ -195,32 +178,25 @@ class _Machine:
         self.storages: dict[str, Storage] = {}
 
     def run(self) -> Any:
-        begin = self.reader.position
+        reader = self.reader
+        begin = reader.position
         while True:
-            code = self.reader.read(1)
+            code = reader.read(1)
             if not code:
                 raise ValueError("it ends without a stop")
-            instruction = _INSTRUCTIONS.get(code.decode("latin-1"))
-            name = instruction.name if instruction else code.hex()
-            if name == "STOP":
+            known = _STEPS_BY_CODE.get(code)
+            if known is None:
+                name = _NAMES.get(code, code.hex())
+                raise Malformed(f"the pickle instruction {name}", "those that PyTorch's weights_only loader reads")
+            read, step = known
+            if step is None:
                 return self.stack.pop()
             if len(self.stack) > MAX_STACK or len(self.outer) > MAX_STACK:
                 raise Malformed(f"over {MAX_STACK:,} values begun at a time", "what torch.save writes")
-            if name == "PROTO" and self.reader.position > begin + 1:
+            if code == _PROTO and reader.position > begin + 1:
                 raise Malformed("a protocol that is told twice", "what torch.save writes")
-            if name == "GLOBAL":
-                self.stack.append(self.find(self.line(), self.line()))
-                continue
             # the readers need read and readline of a file, and no more
-            argument = instruction.arg.reader(cast(IO[bytes], self.reader)) if instruction and instruction.arg else None
-            if name in _CONSTANTS:
-                self.stack.append(_CONSTANTS[name]())
-            elif name in _LITERALS:
-                self.stack.append(argument)
-            elif name in _STEPS:
-                _STEPS[name](self, argument)
-            else:
-                raise Malformed(f"the pickle instruction {name}", "those that PyTorch's weights_only loader reads")
+            step(self, None if read is None else read(reader))
 
     def line(self) -> str:
         line = self.reader.readline()
@@ -305,17 +281,8 @@ class _Machine:
         return storage
 
 
-_INSTRUCTIONS = {instruction.code: instruction for instruction in pickletools.opcodes}
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_SET": lambda: Opaque("set"),
-}
-_LITERALS = ("BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "LONG1")
+def _constant(make: Callable[[], Any]) -> Callable[[_Machine, Any], Any]:
+    return lambda machine, _: machine.stack.append(make())
 
 
 def _mark(machine: _Machine, argument: Any) -> None:
@@ -333,8 +300,22 @@ def _set_item(machine: _Machine, argument: Any) -> None:
     machine.set_items([key, value])
 
 
-_STEPS: dict[str, Callable[[_Machine, Any], Any]] = {
+def _literal(machine: _Machine, argument: Any) -> None:
+    machine.stack.append(argument)
+
+
+_STEPS: dict[str, Callable[[_Machine, Any], Any] | None] = {
+    "STOP": None,
     "PROTO": lambda machine, version: None,
+    "GLOBAL": lambda machine, _: machine.stack.append(machine.find(machine.line(), machine.line())),
+    "NONE": _constant(lambda: None),
+    "NEWTRUE": _constant(lambda: True),
+    "NEWFALSE": _constant(lambda: False),
+    "EMPTY_TUPLE": _constant(tuple),
+    "EMPTY_LIST": _constant(list),
+    "EMPTY_DICT": _constant(dict),
+    "EMPTY_SET": _constant(lambda: Opaque("set")),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "BINFLOAT", "BINUNICODE", "LONG1"), _literal),
     "MARK": _mark,
     "TUPLE": _tuple,
     "TUPLE1": lambda machine, _: machine.group(1),
@@ -355,6 +336,14 @@ _STEPS: dict[str, Callable[[_Machine, Any], Any]] = {
     "BUILD": _Machine.build,
     "BINPERSID": _Machine.storage,
 }
+_NAMES = {instruction.code.encode("latin-1"): instruction.name for instruction in pickletools.opcodes}
+_STEPS_BY_CODE: dict[bytes, tuple[Callable[[Any], Any] | None, Callable[[_Machine, Any], Any] | None]] = {
+    # the two lines of a global are read by lengths of our own
+    i.code.encode("latin-1"): (None if i.arg is None or i.name == "GLOBAL" else i.arg.reader, _STEPS[i.name])
+    for i in pickletools.opcodes
+    if i.name in _STEPS
+}
+"""How the argument of an instruction is read, and what is done with it; None at the end."""
 
 
 # ---------------------------------------------------------------- calls
@@ -492,7 +481,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _is_length(value: Any) -> bool:
-    return type(value) is int and 0 <= value < np.iinfo(np.int64).max
+    return type(value) is int and 0 <= value < _MAX_LENGTH
 
 
 def _are_lengths(value: Any) -> bool:

@@ -122,6 +122,20 @@ def test_an_entry_may_say_more(tmp_path: Path) -> None:
     np.testing.assert_array_equal(values(path)["b"], GOOD["b"])
 
 
+def test_names_that_are_an_entry_s_own(tmp_path: Path) -> None:
+    tensors = {name: GOOD["b"] + i for i, name in enumerate(("dtype", "shape", "data_offsets"))}
+    save_file(tensors, tmp_path / "m.safetensors")  # in the order of their names
+    assert_same(values(tmp_path / "m.safetensors"), dict(sorted(tensors.items())))
+
+
+def test_names_with_escapes(tmp_path: Path) -> None:
+    header, data = parts()
+    text = json.dumps({"\N{GRINNING FACE}\u00e9": header.pop("b"), **header})
+    assert r"\ud83d\ude00\u00e9" in text
+    (tmp_path / "m.safetensors").write_bytes(pack(text, data))
+    np.testing.assert_array_equal(values(tmp_path / "m.safetensors")["\N{GRINNING FACE}\u00e9"], GOOD["b"])
+
+
 SURROGATE = '{"\\ud800": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}}'
 BAD = {
     "empty": (b"", ["an empty file, 0 bytes"]),
@@ -139,6 +153,9 @@ BAD = {
     "surrogate": (pack(SURROGATE, b"\0"), ["no JSON"]),
     "twice": (pack('{"a": 1, "a": 2}', b""), ["a: a", "stands twice"][1:]),
     "twice in an entry": (pack('{"a": {"dtype": "I8", "dtype": "U8"}}', b""), ["dtype", "stands twice"]),
+    "header an entry": (pack(parts()[0]["b"], b""), ["a header that is a tensor's entry"]),
+    "metadata an entry": (pack({"__metadata__": parts()[0]["b"]}, b""), ["__metadata__", "an object of texts"]),
+    "surrogate in metadata": (pack(r'{"__metadata__": {"a": "\uDFFF"}}', b""), ["no JSON"]),
     "entry a number": (pack({"a": 7}, b""), ["m.safetensors: a\n", "the entry 7"]),
     "entry with less": (pack({"b": {"dtype": "I8", "shape": []}}, b""), ["m.safetensors: b\n", "the entry"]),
     "dtype unknown": (edited("b", dtype="Q4"), ["m.safetensors: b\n", "'Q4'"]),
