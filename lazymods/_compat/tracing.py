@@ -254,9 +254,20 @@ class Recorder(OperationByOperation):
             made.append(primitive.bind(*operands, subfuns=(fun,), **params))
             return list(made[0])
 
-        with set_current_trace(self):  # one operation: a jitted function of what is mapped
-            out = jax.jit(staged)(*tracers)
-        return made[0].update(out)
+        jitted = jax.jit(staged)  # one operation: a jitted function of what is mapped
+        with set_current_trace(self):
+            out = jitted(*tracers)
+            mapped = jitted.trace(*tracers).jaxpr.eqns[-1]
+        with set_current_trace(EVAL):
+            return made[0].update(list(map(_with_spec, out, mapped.params["out_specs"])))
+
+
+def _with_spec(array: Any, spec: Any) -> Any:
+    """Return an array of a mesh with its sharding as it was asked for: a compiler writes ``P(None)`` as ``P()``."""
+    if not isinstance(array, ArrayImpl) or not isinstance(array.sharding, jax.sharding.NamedSharding):
+        return array
+    asked = jax.sharding.NamedSharding(array.sharding.mesh, spec)
+    return jax.device_put(array, asked) if asked.is_equivalent_to(array.sharding, array.ndim) else array
 
 
 def at(trace: Any) -> Any:

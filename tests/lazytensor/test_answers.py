@@ -62,7 +62,9 @@ def constrained():
 def mapped():
     x = jnp.ones((8, 4)) * 2
     sums = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())(x)
-    return sums, x
+    asked = P(None), P("data", None), P(None, None, "data")
+    x = x.reshape(4, 2, 4)
+    return sums, x, *(jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=s, out_specs=s)(x) for s in asked)
 
 def parameters():
     with jax.set_mesh(mesh):
@@ -85,7 +87,7 @@ def by_default():
 
 def seen(x):
     where = sorted((s.device.id, str(s.index)) for s in x.addressable_shards)
-    return np.asarray(x).round(5).tolist(), where, x.committed, x.sharding.is_fully_replicated
+    return np.asarray(x).round(5).tolist(), where, x.committed, x.sharding.is_fully_replicated, str(x.sharding)
 
 def same(got, want):  # to rounding: operations of one program are fused
     pairs = zip(got, want, strict=True)
