@@ -289,13 +289,17 @@ def fits(value: Any, aval: Any) -> bool:
     """Whether a value has the type with which an operation was recorded.
 
     An array that is spread over a mesh has the mesh in its type, and what a program will give is known to be spread
-    only when it has run. As long as no axis of the mesh is explicit, operations do not depend on it.
+    only when it has run. As long as no axis of the mesh is explicit, operations do not depend on it, nor where the whole
+    array is on each device: what a program gives on a mesh of ``jax.set_mesh``.
     """
     found: Any = jax.typeof(value)
     if found == aval:
         return True
     same = found.shape == aval.shape and found.dtype == aval.dtype and found.weak_type == aval.weak_type
-    return same and not any(x.sharding.mesh.explicit_axes or x.sharding.mesh.manual_axes for x in (found, aval))
+    meshes = [x.sharding.mesh for x in (found, aval)]
+    if any(mesh.explicit_axes for mesh in meshes):
+        return same and any(mesh.empty for mesh in meshes) and not any([*found.sharding.spec, *aval.sharding.spec])
+    return same and not any(mesh.manual_axes for mesh in meshes)
 
 
 def executed(value: Any) -> Any:

@@ -73,6 +73,18 @@ def parameters():
         y = model(jnp.ones((2, 8)))
     return w.get_raw_value(), model.kernel.get_raw_value(), model.bias.get_raw_value(), y
 
+def of_explicit_axes():
+    grid = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(grid):
+        spread = jax.device_put(jnp.arange(16.0).reshape(4, 4), jax.NamedSharding(grid, P("x", "y"))) * 2
+        rngs = nnx.Rngs(0)
+        drawn = jax.random.uniform(rngs(), (4, 4))
+        moved = jax.sharding.reshard(drawn, P("x", "y"))  # what was recorded before has values here
+        again = jax.sharding.reshard(jax.random.uniform(rngs(), (4, 4)), P("x"))
+        mask = jax.random.bernoulli(rngs(), 0.5, (4, 4), out_sharding=P("x", "y"))
+        dropped = nnx.Dropout(0.5, rngs=rngs)(spread)
+        return spread + 1, spread.sum(), drawn, moved + spread, again, mask.astype(jnp.float32), dropped
+
 def of_numpy():
     parts = [jax.device_put(jnp.ones(2) * n, device) for n, device in enumerate(devices)]
     return (
@@ -95,7 +107,7 @@ def same(got, want):  # to rounding: operations of one program are fused
 
 SCENES = (
     *(on_two_devices, spread_and_not, moved, made_there, jitted, constrained),
-    *(mapped, parameters, of_numpy, by_default),
+    *(mapped, parameters, of_explicit_axes, of_numpy, by_default),
 )
 for scene in SCENES:
     want = [seen(x) for x in scene()]
