@@ -289,8 +289,8 @@ def fits(value: Any, aval: Any) -> bool:
     """Whether a value has the type with which an operation was recorded.
 
     An array that is spread over a mesh has the mesh in its type, and what a program will give is known to be spread
-    only when it has run. As long as no axis of the mesh is explicit, operations do not depend on it, nor where the whole
-    array is on each device: what a program gives on a mesh of ``jax.set_mesh``.
+    only when it has run. As long as no axis of the mesh is explicit, operations do not depend on it; nor do they where
+    the whole array is on each device, as what a program gives on a mesh of ``jax.set_mesh``.
     """
     found: Any = jax.typeof(value)
     if found == aval:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 
 from lazymods import _compat
 from lazymods._compat import tracing
@@ -22,7 +23,7 @@ def is_chosen(primitive: Any, params: dict[str, Any], operands: tuple[Any, ...])
     inner = [tracing.open_jaxpr(value)[0].eqns for value in params.values() if tracing.is_jaxpr(value)]
     every = [(primitive, params), *[(eqn.primitive, eqn.params) for eqns in inner for eqn in eqns]]
     chosen = any(isinstance(p.get("precision"), (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)) for _, p in every)
-    return chosen and all(type(a) is jax.core.ShapedArray and a.sharding.mesh.empty for a in operands)
+    return chosen and all(type(a) is ShapedArray and a.sharding.mesh.empty for a in operands)
 
 
 def confirm(primitive: Any, params: dict[str, Any], operands: tuple[Any, ...]) -> None:
