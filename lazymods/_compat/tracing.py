@@ -251,8 +251,9 @@ class Recorder(OperationByOperation):
         made = []
 
         def staged(*operands: Any) -> list[Any]:
-            made.append(primitive.bind(*operands, subfuns=(fun,), **params))
-            return list(made[0])
+            out = primitive.bind(*operands, subfuns=(fun,), **params)
+            made.append(out.map(jax.typeof))  # its structure, and no tracer
+            return list(out)
 
         jitted = jax.jit(staged)  # one operation: a jitted function of what is mapped
         with set_current_trace(self):
