@@ -90,7 +90,7 @@ class _Call(pjit.PjitParams):
 
     def keep(self, kind: Any) -> None:
         """Put it into the cache, if it is not out of date already."""
-        self.kind, self.tree = kind, None if jax.tree_util.treedef_is_leaf(self.out_tree) else self.out_tree
+        self.kind, self.tree = kind, None if self.out_tree == _LEAF else self.out_tree  # None and () are no leaves
         if self.witness() is not None:
             _add(self.key, self)
 
@@ -103,6 +103,9 @@ class _Witness:
 
 
 def _nobody() -> None: ...
+
+
+_LEAF = jax.tree.structure(0)
 
 
 def _forget(calls: dict[Any, Any], _: Any) -> None:

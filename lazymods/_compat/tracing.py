@@ -251,12 +251,24 @@ class Recorder(OperationByOperation):
         made = []
 
         def staged(*operands: Any) -> list[Any]:
-            made.append(primitive.bind(*operands, subfuns=(fun,), **params))
-            return list(made[0])
+            out = primitive.bind(*operands, subfuns=(fun,), **params)
+            made.append(out.map(jax.typeof))  # its structure, and no tracer
+            return list(out)
 
-        with set_current_trace(self):  # one operation: a jitted function of what is mapped
-            out = jax.jit(staged)(*tracers)
-        return made[0].update(out)
+        jitted = jax.jit(staged)  # one operation: a jitted function of what is mapped
+        with set_current_trace(self):
+            out = jitted(*tracers)
+            mapped = jitted.trace(*tracers).jaxpr.eqns[-1]
+        with set_current_trace(EVAL):
+            return made[0].update(list(map(_with_spec, out, mapped.params["out_specs"])))
+
+
+def _with_spec(array: Any, spec: Any) -> Any:
+    """Return an array of a mesh with its sharding as it was asked for: a compiler writes ``P(None)`` as ``P()``."""
+    if not isinstance(array, ArrayImpl) or not isinstance(array.sharding, jax.sharding.NamedSharding):
+        return array
+    asked = jax.sharding.NamedSharding(array.sharding.mesh, spec)
+    return jax.device_put(array, asked) if asked.is_equivalent_to(array.sharding, array.ndim) else array
 
 
 def at(trace: Any) -> Any:
@@ -278,13 +290,17 @@ def fits(value: Any, aval: Any) -> bool:
     """Whether a value has the type with which an operation was recorded.
 
     An array that is spread over a mesh has the mesh in its type, and what a program will give is known to be spread
-    only when it has run. As long as no axis of the mesh is explicit, operations do not depend on it.
+    only when it has run. As long as no axis of the mesh is explicit, operations do not depend on it; nor do they where
+    the whole array is on each device, as what a program gives on a mesh of ``jax.set_mesh``.
     """
     found: Any = jax.typeof(value)
     if found == aval:
         return True
     same = found.shape == aval.shape and found.dtype == aval.dtype and found.weak_type == aval.weak_type
-    return same and not any(x.sharding.mesh.explicit_axes or x.sharding.mesh.manual_axes for x in (found, aval))
+    meshes = [x.sharding.mesh for x in (found, aval)]
+    if any(mesh.explicit_axes for mesh in meshes):
+        return same and any(mesh.empty for mesh in meshes) and not any([*found.sharding.spec, *aval.sharding.spec])
+    return same and not any(mesh.manual_axes for mesh in meshes)
 
 
 def executed(value: Any) -> Any:

@@ -252,7 +252,8 @@ def _run(structure: Structure, results: Sequence[int], arrays: Sequence[Any], pa
 
     for wanted, (kind, *operands) in zip(structure.needed(results), structure.lines.parts, strict=True):
         if wanted:
-            values = [at(place, aval) for place, aval in zip(operands, kind.operands, strict=True)]
+            with kind.settings.context.manager:  # in it numbers have the mesh that the operation has
+                values = [at(place, aval) for place, aval in zip(operands, kind.operands, strict=True)]
             made += tracing.bind(kind.primitive, values, kind.params, kind.settings.context)
         else:
             made += [None] * len(kind.results)

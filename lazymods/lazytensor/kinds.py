@@ -15,6 +15,7 @@ import numpy as np
 
 from lazymods import _compat
 from lazymods._compat import tracing
+from lazymods.lazytensor import algorithms
 
 
 class Kind:
@@ -29,6 +30,9 @@ class Kind:
         effects: Whether it does more than to compute: then it runs once, in its turn, even if no result is used.
         for_now: Whether it is executed when it is met: it names devices, which in one program with others would be
             where all of them run, or it has operands of types that no program takes.
+
+    Raises:
+        Exception: What JAX has against it.
     """
 
     __slots__ = ("__weakref__", "effects", "for_now", "operands", "params", "primitive", "results", "settings")
@@ -42,6 +46,8 @@ class Kind:
         self.results = tuple(results)
         self.effects = bool(effects)
         self.for_now = tracing.names_devices(primitive, params) or any(map(tracing.is_high, operands))
+        if algorithms.is_chosen(primitive, params, operands):
+            algorithms.confirm(primitive, params, operands)
 
     @property
     def name(self) -> str:

@@ -62,7 +62,9 @@ def constrained():
 def mapped():
     x = jnp.ones((8, 4)) * 2
     sums = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())(x)
-    return sums, x
+    asked = P(None), P("data", None), P(None, None, "data")
+    x = x.reshape(4, 2, 4)
+    return sums, x, *(jax.shard_map(lambda x: x + 1, mesh=mesh, in_specs=s, out_specs=s)(x) for s in asked)
 
 def parameters():
     with jax.set_mesh(mesh):
@@ -70,6 +72,18 @@ def parameters():
         model = nnx.Linear(8, 4, kernel_metadata={"out_sharding": ("data", None)}, rngs=nnx.Rngs(0))
         y = model(jnp.ones((2, 8)))
     return w.get_raw_value(), model.kernel.get_raw_value(), model.bias.get_raw_value(), y
+
+def of_explicit_axes():
+    grid = jax.make_mesh((2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    with jax.set_mesh(grid):
+        spread = jax.device_put(jnp.arange(16.0).reshape(4, 4), jax.NamedSharding(grid, P("x", "y"))) * 2
+        rngs = nnx.Rngs(0)
+        drawn = jax.random.uniform(rngs(), (4, 4))
+        moved = jax.sharding.reshard(drawn, P("x", "y"))  # what was recorded before has values here
+        again = jax.sharding.reshard(jax.random.uniform(rngs(), (4, 4)), P("x"))
+        mask = jax.random.bernoulli(rngs(), 0.5, (4, 4), out_sharding=P("x", "y"))
+        dropped = nnx.Dropout(0.5, rngs=rngs)(spread)
+        return spread + 1, spread.sum(), drawn, moved + spread, again, mask.astype(jnp.float32), dropped
 
 def of_numpy():
     parts = [jax.device_put(jnp.ones(2) * n, device) for n, device in enumerate(devices)]
@@ -85,7 +99,7 @@ def by_default():
 
 def seen(x):
     where = sorted((s.device.id, str(s.index)) for s in x.addressable_shards)
-    return np.asarray(x).round(5).tolist(), where, x.committed, x.sharding.is_fully_replicated
+    return np.asarray(x).round(5).tolist(), where, x.committed, x.sharding.is_fully_replicated, str(x.sharding)
 
 def same(got, want):  # to rounding: operations of one program are fused
     pairs = zip(got, want, strict=True)
@@ -93,7 +107,7 @@ def same(got, want):  # to rounding: operations of one program are fused
 
 SCENES = (
     *(on_two_devices, spread_and_not, moved, made_there, jitted, constrained),
-    *(mapped, parameters, of_numpy, by_default),
+    *(mapped, parameters, of_explicit_axes, of_numpy, by_default),
 )
 for scene in SCENES:
     want = [seen(x) for x in scene()]

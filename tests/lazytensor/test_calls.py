@@ -21,6 +21,7 @@ untyped: Any = jnp
 X: Any = jnp.asarray(np.linspace(-2, 2, 12, dtype=np.float32).reshape(3, 4))
 Y: Any = jnp.asarray(np.linspace(0.5, 3, 12, dtype=np.float32).reshape(3, 4))
 I = jnp.arange(12).reshape(3, 4)  # noqa: E741
+nothing, empty, emptied = jax.jit(lambda x: None), jax.jit(lambda x: ()), jax.jit(lambda x: {"b": {}})
 TIMES = 3  # the first is jax's way, the others are not
 
 
@@ -74,6 +75,7 @@ CASES = {
     "tree": lambda: tree_of(jnp.sin(X), {"b": Y, "d": (1, 2.5, I), "none": None}),
     "static": lambda: scaled(jnp.sin(X), 3, name="power"),
     "twice_the_same": lambda: jax.jit(lambda x: (x + 1, x, (x,)))(X),
+    "no_result": lambda: [nothing(X), nothing(jnp.sin(X)), empty(X), emptied({"a": X})],
     "no_operand": lambda: jax.jit(lambda: jnp.arange(3.0))(),
     "constant_result": lambda: jax.jit(lambda x: (1.0, np.float32(2), x))(X),
     "vmap": lambda: jax.vmap(jnp.sin)(X),

@@ -193,3 +193,50 @@ def test_errors_of_shapes_come_at_the_operation():
             bool(y + jnp.ones((3,)))
         with pytest.raises(ValueError, match="truth value"):
             bool(y)
+
+
+F16 = jax.lax.DotAlgorithmPreset.F16_F16_F32
+HALF: Any = jnp.asarray([[1.0, 2.0], [3.0, 4.0]], jnp.float16)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="other devices have the algorithm")
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda x: jnp.dot(x, x, precision=F16, preferred_element_type=jnp.float32),
+        lambda x: jnp.einsum("ij,jk->ik", x, x, precision=F16, preferred_element_type=jnp.float32),
+        lambda x: jax.vmap(lambda y: jnp.dot(y, y, precision=F16))(x),
+        lambda x: jax.lax.dot(x, x, precision="F16_F16_F32"),
+    ],
+)
+def test_a_product_that_the_device_cannot_do_fails_at_the_operation(product):
+    with lt.lazy():
+        for _ in range(3):
+            with pytest.raises(ValueError, match="F16_F16_F32"):
+                product(HALF * 1)
+
+
+def test_what_is_done_instead_is_done_in_a_block_too():
+    query = jax.random.normal(jax.random.key(0), (1, 4, 2, 3), jnp.float16)
+
+    def attended(x):  # jax tries an algorithm, and takes another one where it fails
+        return jax.nn.dot_product_attention(x, x, x)
+
+    def loss(x):
+        return jnp.sum(attended(x).astype(jnp.float32))
+
+    with jax.numpy_dtype_promotion("standard"):
+        want = attended(query), jax.grad(loss)(query)
+        with lt.lazy():
+            got = attended(query * 1), jax.grad(loss)(query * 1)
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == w.dtype
+        np.testing.assert_allclose(np.asarray(g, np.float32), np.asarray(w, np.float32), rtol=2e-3, atol=2e-3)
+
+
+def test_a_product_by_an_algorithm_that_the_device_has_is_recorded():
+    x = jnp.asarray([[1.0, 2.0], [3.0, 4.0]])
+    with lt.lazy():
+        y = jnp.dot(x, x, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32)
+        assert isinstance(y, lt.LazyTensor) and not y.is_ready()
+    np.testing.assert_array_equal(y, np.array([[7, 10], [15, 22]], np.float32))
