@@ -292,9 +292,7 @@ def _write(plan: Plan, origin: Origin) -> None:
     parts: dict[tuple[Any, ...], tuple[Write, dict[Any, Any]]] = {}  # several may be parts of one tuple
     fills = []
     for write in plan.writes.values():
-        value = _new_value(write, on_device.get(write.place.name))
-        if is_weak(write.current) and (write.place.name in origin.weak or is_weak(write.value)):
-            value = weakly_typed(value)
+        value = _new_value(write, on_device.get(write.place.name), origin)
         if is_buffer(write.current):
             fills.append((write.current, value))
             value = write.current
@@ -337,14 +335,15 @@ def _incoming(write: Write, origin: Origin) -> Incoming:
     return Incoming(write.value, write.dtype, sharding, id(write.value) in origin.owned)
 
 
-def _new_value(write: Write, array: jax.Array | None) -> Any:
-    if array is not None:
-        return array
+def _new_value(write: Write, array: jax.Array | None, origin: Origin) -> Any:
     if write.dtype is None:
         return write.value
     if isinstance(write.current, np.ndarray):
         return np.array(write.value, write.current.dtype)
-    return cast(write.value, write.dtype, write.current)
+    if array is None:
+        array = cast(write.value, write.dtype, write.current)
+    weak = is_weak(write.current) and (write.place.name in origin.weak or is_weak(write.value))
+    return weakly_typed(array) if weak else array
 
 
 def _put(write: Write, value: Any) -> None:
