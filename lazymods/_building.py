@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods import _compat
+from lazymods import _compat, _draws
 from lazymods._blueprint import Container, Given, Node, Slot, Static
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import UninitializedArray, placeholder_type
@@ -30,9 +30,11 @@ class LazyState:
         spec: LayerSpec | None = None,
         given: Mapping[str, Path] | None = None,
         keys: StaticKeys | None = None,
+        turns: _draws.Turns | None = None,
     ) -> None:
         self.spec = spec
         self.keys = keys
+        self.turns = turns
         self.given = dict(given or {})
         trace = _compat.current_trace()
         self.home = None if trace is _compat.eval_trace() else _compat.weak(trace)
@@ -51,7 +53,9 @@ class LazyState:
         return True
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LazyState) and self.spec == other.spec and self.given == other.given
+        if not isinstance(other, LazyState):
+            return NotImplemented
+        return self.spec == other.spec and self.given == other.given and self.turns == other.turns
 
     def __hash__(self) -> int:
         return hash(self.spec)
@@ -63,10 +67,10 @@ class LazyState:
         return self
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.spec, self.given, self.keys
+        return self.spec, self.given, self.keys, self.turns
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.spec, self.given, self.keys = state
+        self.spec, self.given, self.keys, self.turns = state
         self.home = None
 
 
@@ -99,7 +103,15 @@ class Mould:
             self._placeholders[slot.path] = cls, (source, shape, slot.dtype, dotted(slot.path))
         return self._placeholders[slot.path]
 
-    def build(self, layer: Any, keys: Sequence[Any], given: Mapping[str, Any], *, checked: bool) -> None:
+    def build(
+        self,
+        layer: Any,
+        keys: Sequence[Any],
+        given: Mapping[str, Any],
+        *,
+        checked: bool,
+        turns: _draws.Turns | None = None,
+    ) -> None:
         """Give a new lazy layer its attributes and placeholders.
 
         Args:
@@ -108,8 +120,9 @@ class Mould:
             given: What the caller handed in and the layer keeps, by argument name.
             checked: Whether no attributes but those of the template will be there when the constructor returns: Flax
                 has checked those of the object that the template describes.
+            turns: Where these keys come in the order of draws, if that is not sure.
         """
-        builder = Builder(self, key_source(keys), given)
+        builder = Builder(self, key_source(keys), given, turns=turns)
         for name, description in self.attributes.items():
             shared = isinstance(description, Static) and not description.mutable
             value = description.value if shared else builder.make(description, (name,))
@@ -117,7 +130,7 @@ class Mould:
         _compat.share_data_names(layer, self.names)
         static = builder.keys if isinstance(builder.keys, StaticKeys) else None
         vars(layer).pop(STATE, None)  # so that it comes last, see LazyState.spares
-        state = LazyState(self.spec, self.given, static)
+        state = LazyState(self.spec, self.given, static, turns)
         state.unchecked = not checked
         object.__setattr__(layer, STATE, state)
 
@@ -138,6 +151,7 @@ class Builder:
         keys: Keys and counters of the streams; if not static, each of the shape of the stack.
         given: What the caller handed in, by argument name.
         stacking: How the values of a stack lie, at any rank; None: nothing is stacked.
+        turns: Where the keys come in the order of draws, if that is not sure.
     """
 
     def __init__(
@@ -146,9 +160,10 @@ class Builder:
         keys: StaticKeys | tuple[Any, ...],
         given: Mapping[str, Any],
         stacking: Stacking | None = None,
+        turns: _draws.Turns | None = None,
     ) -> None:
         self.mould, self.template, self.given = mould, mould.template, given
-        self.keys, self.stacking = keys, stacking
+        self.keys, self.stacking, self.turns = keys, stacking, turns
         self.made: dict[int, Any] = {}
         self.metadata = _compat.default_metadata()
 
@@ -181,11 +196,11 @@ class Builder:
             metadata["eager_sharding"] = slot.metadata["eager_sharding"]
         if slot.cls is not None and issubclass(slot.cls, nnx.RngState):  # random state depends on no size
             source = SlotSource(self.mould.spec, slot.path)
-            recipe = Recipe(source, slot.shape, slot.dtype, "", self._keys_of(slot, slot.shape))
+            recipe = Recipe(source, slot.shape, slot.dtype, "", self.turns, keys=self._keys_of(slot, slot.shape))
             value = recipe.stacked(lambda keys: self.template.blueprint.run([slot], keys)[0])
             return _compat.new_variable(slot.cls, value, metadata)
         cls, static = self.mould.placeholder(slot)
-        return _compat.new_variable(cls, Recipe(*static, keys=self._keys_of(slot, static[1])), metadata)
+        return _compat.new_variable(cls, Recipe(*static, self.turns, keys=self._keys_of(slot, static[1])), metadata)
 
     def _keys_of(self, slot: Slot, shape: PartialShape | None) -> StaticKeys | tuple[Any, ...]:
         """The keys of one slot: the leaves of a value that follows from no key are the same in all of a stack."""

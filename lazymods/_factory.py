@@ -18,7 +18,7 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods import _compat, _first_call, _sizing
+from lazymods import _compat, _draws, _first_call, _sizing
 from lazymods._arguments import Ignored, UnhashableError, constructor_parameters, exact, freeze
 from lazymods._blueprint import Blueprint
 from lazymods._building import LazyState, Mould
@@ -175,6 +175,11 @@ class _Twin:
         return self.signature.parameters[self.rngs_name].default if self.rngs_name else None
 
     @functools.cached_property
+    def decides(self) -> bool:
+        """Whether the class may decide by its sizes: nobody has said what ``infer`` returns, as of any class."""
+        return self.plan.inferred is None and self.plan.structure is None
+
+    @functools.cached_property
     def remembers(self) -> bool:
         """Whether layers that are given the same arguments are configured alike, and without arrays."""
         try:
@@ -199,10 +204,12 @@ def _construct(layer: Any, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str,
     kept = {**modules, "rngs": rngs, **{f"rngs.{n}": s for n, s in streams.items()}}
     keys = [a for s in streams.values() for a in (_compat.value_of(s.key), _compat.value_of(s.count))]
     checked = "_lazymods_plan" in vars(type(layer)) and _compat.is_pytree(type(layer))
-    mould.build(layer, keys, kept, checked=checked)
+    turns = _draws.take_turns(streams, mould.draws if twin.decides else None)
+    mould.build(layer, keys, kept, checked=checked, turns=turns)
     for n, draws in mould.draws.items():
         count = streams[n].count
         count.set_raw_value(_compat.counted(_compat.value_of(count), draws))
+    _draws.have_drawn(turns, streams)
 
 
 def _key(name: str, twin: _Twin, args: Any, given: Mapping[str, Any], described: Streams) -> Any:
@@ -250,8 +257,7 @@ def _mould(name: str, twin: _Twin, args: Any, kwargs: Any, described: Streams | 
     modules = {k: v for k, v in config.items() if nnx.Module in type(v).__mro__}
     takes_rngs = twin.rngs_name if rngs is not None else None
     plain = {k: v for k, v in config.items() if k not in modules}
-    own = plan.inferred is None and plan.structure is None  # infer is the user's: nobody has said what it returns
-    left_out = tuple([k for k in plain if k not in given and k not in structure]) if own else ()
+    left_out = tuple([k for k in plain if k not in given and k not in structure]) if twin.decides else ()
 
     def specify(unknown: dict[str, Any], guesses: tuple[dict[str, Any], ...]) -> LayerSpec:
         options = tuple(plan.options)

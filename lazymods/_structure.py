@@ -32,11 +32,12 @@ def conform(layer: Any, blueprint: Blueprint) -> None:
     as they are, for a load to write into.
     """
     spec = vars(layer)[STATE].spec
-    keys, stacking = vars(layer)[STATE].keys, None
+    state = vars(layer)[STATE]
+    keys, stacking = state.keys, None
     if keys is None:
         keys, stacking = _traced_keys(layer)
     shapes = {p: s.shape for p, s in blueprint.slots.items()}
-    builder = Builder(Mould(spec, Template(blueprint, {}, {}, shapes, frozenset())), keys, {}, stacking)
+    builder = Builder(Mould(spec, Template(blueprint, {}, {}, shapes, frozenset())), keys, {}, stacking, state.turns)
     builder.made[id(blueprint.root)] = layer
     _conform_node(layer, blueprint.root, spec.template.blueprint.root, (), builder)
 
@@ -62,7 +63,7 @@ def _traced_keys(layer: Any) -> tuple[Any, Stacking | None]:
     waiting = [v for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)]
     found: dict[int, Any] = {}
     for variable in waiting:
-        found |= {i: k for i, k in enumerate(variable.recipe.keys) if k is not None and i not in found}
+        found |= {i: k for i, k in enumerate(variable.recipe.built_with) if k is not None and i not in found}
     keys = tuple([found.get(i) for i in range(max((len(v.recipe.leaves) for v in waiting), default=0))])
     if all(v.recipe.is_static for v in waiting):  # of a pickle
         return StaticKeys(keys), None

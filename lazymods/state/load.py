@@ -291,8 +291,11 @@ def _write(plan: Plan, origin: Origin) -> None:
     for write, value in made:  # nothing fails from here on that could be known before
         _put(write, value)
     for layer, blueprint in plan.sized:
-        _lifecycle.settle(layer, blueprint)
+        _lifecycle.note_draws(layer, blueprint, roots=plan.model, strict=False)
+        _lifecycle.settle(layer, blueprint, strict=False)
     written = {id(write.place.owner) for write in plan.writes.values()}
+    for _, layer, stacked in waiting:
+        _lifecycle.note_draws_of_slots(layer, stacked, plan.model)
     for path, layer, stacked in waiting:
         try:
             if STATE in vars(layer):
