@@ -11,7 +11,6 @@ drawn from the stream in the meantime, the sizes are refused.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,162 +21,7 @@ from flax import nnx
 
 from lazymods import _compat
 from lazymods._errors import ConfigurationError, Problem
-
-
-class Others(NamedTuple):
-    """Draws of somebody else.
-
-    Attributes:
-        turn: How many layers had their turn before.
-        start: The counter at the first of them.
-        stop: The counter after the last.
-    """
-
-    turn: int
-    start: int
-    stop: int
-
-
-class Ledger:
-    """The draws from one stream, in so far as they are not sure.
-
-    Attributes:
-        key: The stream's key; None if it has no value.
-        extra: For each layer that may draw otherwise, in order: how many keys more than was thought, None if its sizes
-            are not known. A negative number: fewer.
-        settled: So many of these can't be changed any more: what was drawn after them has its value.
-        others: What others drew after one of them.
-    """
-
-    def __init__(self, stream: nnx.RngStream) -> None:
-        self._name = os.urandom(16)  # that of its pickles as well
-        self.extra: list[int | None] = []
-        self.settled = 0
-        self.others: list[Others] = []
-        self._moved: list[tuple[Any, Any]] = []  # of the streams that moved, and what they were
-        self._expected: Any = None  # the counter, if nobody else has drawn: a number, or a tracer for as long as it is
-        self._count: Any = stream.count  # None when it can't be asked any more
-        self.key = _compat.value_of(stream.key)
-        self._traced = not _compat.are_concrete([self.key, _compat.value_of(stream.count)])
-        if self._traced:  # of the trace nothing may be kept for longer than the stream
-            self.key = self._count = None
-            weakref.finalize(stream, _look_at_the_end, weakref.ref(self), stream.count).atexit = False
-
-    def before(self, value: Any) -> None:
-        """Note that a layer is about to draw, and what the counter is."""
-        if not self.extra or self._is_expected(value):
-            return
-        turn, count = len(self.extra), None if self._traced or _compat.is_tracer(value) else _number(value)
-        if count is None or self._expected is None or count < self._expected:
-            self.settled = turn
-            return
-        self.others = [*self.others, Others(turn, self._expected, count)]
-        self._expected = count
-
-    def after(self, value: Any) -> None:
-        """Note what the counter is when a layer has drawn."""
-        self._expected = weakref.ref(value) if self._traced else _number(value)
-
-    def shift(self, turn: int) -> int:
-        """Return by how much the counter is off for what comes after so many turns."""
-        return sum(e or 0 for e in self.extra[:turn])
-
-    def use(self, turn: int) -> None:
-        """Note that keys were used of a layer before which so many others had their turn."""
-        self.settled = max(self.settled, turn)
-
-    def others_after(self, turn: int) -> list[Others]:
-        """Return what others drew after the turn of a layer."""
-        if self._count is not None:
-            self.before(_compat.value_of(self._count))
-        return [o for o in self.others if o.turn > turn]
-
-    def copies(self, streams: Sequence[nnx.RngStream]) -> list[nnx.RngStream]:
-        """Find copies of the stream, as a copy of a model has them: as far as the stream itself, in its place."""
-        if self._count is None or any(s.count is self._count for s in streams):
-            return []
-        same = [s for s in streams if s.tag == self._count.tag and _data(_compat.value_of(s.key)) == _data(self.key)]
-        return [s for s in same if _number(_compat.value_of(s.count)) == _number(_compat.value_of(self._count))]
-
-    def correct(self, turn: int, extra: int) -> None:
-        """Note by how much a layer draws more than was thought; the stream goes on from there."""
-        more, self.extra[turn] = extra - (self.extra[turn] or 0), extra
-        if not more:
-            return
-        self.others = [
-            o if o.turn <= turn else Others(o.turn, o.start + more, o.stop + more) for o in self.others
-        ]
-        if self._count is not None:
-            value = _compat.value_of(self._count)
-            if self._is_expected(value):
-                self._expected = (self._expected + more) % 2**32
-            _compat.SET_RAW(self._count, _compat.counted(value, more % 2**32))
-
-    def move(self, stream: nnx.RngStream, count: int | None, more: int) -> None:
-        """Let a stream be what it would be had so many more keys been drawn before.
-
-        Args:
-            stream: One that was forked from this one, or a copy of this one.
-            count: The counter at which it was forked; None for a copy.
-            more: How many.
-        """
-        variable = stream.count if count is None else stream.key
-        self._moved = [*self._moved, (variable, variable.get_raw_value())]
-        if count is None:
-            _compat.SET_RAW(variable, _compat.counted(_compat.value_of(variable), more % 2**32))
-        else:
-            _compat.SET_RAW(variable, jax.random.fold_in(self.key, np.uint32((count + more) % 2**32)))
-
-    def _is_expected(self, value: Any) -> bool:
-        if self._traced:
-            return self._expected is not None and self._expected() is value
-        return not _compat.is_tracer(value) and _number(value) == self._expected
-
-    def saved(self) -> Any:
-        """Return all that may change, to :meth:`restore`."""
-        count = None if self._count is None else self._count.get_raw_value()
-        return self.extra.copy(), self.settled, self.others, self._expected, count, len(self._moved)
-
-    def restore(self, saved: Any) -> None:
-        """Be as when it was :meth:`saved`."""
-        extra, self.settled, others, self._expected, count, moved = saved
-        self.extra[: len(extra)] = extra  # layers that were built since stay
-        self.others = others
-        if count is not None:
-            _compat.SET_RAW(self._count, count)
-        for key, raw in reversed(self._moved[moved:]):
-            _compat.SET_RAW(key, raw)
-        self._moved = self._moved[:moved]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and self._name == other._name
-
-    def __hash__(self) -> int:
-        return hash(self._name)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ledger:
-        return self  # Flax copies what a model holds in two parts: only what both share stays one
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (), {**vars(self), "_expected": None if self._traced else self._expected, "_moved": []}
-
-
-def _restored() -> Ledger:
-    return object.__new__(Ledger)
-
-
-def _number(value: Any) -> int | None:
-    """A counter's value; None if it has none any more."""
-    if value.shape != () or (hasattr(value, "is_deleted") and value.is_deleted()):
-        return None
-    return int(value)
-
-
-def _look_at_the_end(ledger: Any, count: nnx.RngCount) -> None:
-    """When a stream of a trace ends, see whether others have drawn from it."""
-    ledger = ledger()
-    if ledger is not None:
-        ledger.before(_compat.value_of(count))
+from lazymods._ledger import Ledger, Move, is_unused, key_data, key_data_of
 
 
 class Turn(NamedTuple):
@@ -202,7 +46,7 @@ class Turn(NamedTuple):
 
 Turns = tuple["Turn | None", ...]  # for each stream of a layer; None where all draws are sure
 
-_LEDGERS: dict[int, tuple[Any, Ledger]] = {}  # by the stream's id, with a weak reference to it
+LEDGERS: dict[int, tuple[Any, Ledger]] = {}  # by the stream's id, with a weak reference to it
 
 
 def take_turns(streams: Mapping[str, nnx.RngStream], draws: Mapping[str, int] | None) -> Turns | None:
@@ -215,7 +59,7 @@ def take_turns(streams: Mapping[str, nnx.RngStream], draws: Mapping[str, int] | 
     Returns:
         Its turns; None where nothing is unsure.
     """
-    if draws is None and not _LEDGERS:
+    if draws is None and not LEDGERS:
         return None
     turns: list[Turn | None] = []
     for name, stream in streams.items():
@@ -241,9 +85,9 @@ def have_drawn(turns: Turns | None, streams: Mapping[str, nnx.RngStream]) -> Non
 
 def _ledger_of(stream: nnx.RngStream, make: bool) -> Ledger | None:
     key = id(stream)
-    if key not in _LEDGERS and make:
-        _LEDGERS[key] = weakref.ref(stream, lambda _: _LEDGERS.pop(key, None)), Ledger(stream)
-    return _LEDGERS[key][1] if key in _LEDGERS else None
+    if key not in LEDGERS and make:
+        LEDGERS[key] = weakref.ref(stream, lambda _: LEDGERS.pop(key, None)), Ledger(stream)
+    return LEDGERS[key][1] if key in LEDGERS else None
 
 
 def shifted(keys: tuple[Any, ...], turns: Turns | None) -> tuple[Any, ...]:
@@ -254,6 +98,11 @@ def shifted(keys: tuple[Any, ...], turns: Turns | None) -> tuple[Any, ...]:
         if hasattr(count, "aval"):  # else it is one that has no value, of a model that nnx.eval_shape made
             keys = (*keys[: 2 * i + 1], _compat.counted(count, off % 2**32), *keys[2 * i + 2 :])
     return keys
+
+
+def are_off(turns: Turns | None) -> bool:
+    """Whether a layer gets other keys than it was built with."""
+    return any(turn is not None and turn.off() for turn in turns or ())
 
 
 def use(turns: Turns | None) -> None:
@@ -287,51 +136,51 @@ def settle(
         if turn is None or turn.draws is None:
             continue
         ledger, extra = turn.ledger, draws.get(name, 0) - turn.draws
-        before = ledger.extra[turn.number] or 0
-        moved = [] if extra == before else _to_move(turn, turns, streams())
-        if where is not None and (moved is None or (extra != before and turn.number < ledger.settled)):
+        known = ledger.extra[turn.number]  # if a copy has its sizes
+        before = known or 0
+        if known == extra:
+            moved = ledger.moves_of_copy(turn.number, streams()) if extra else []
+        else:
+            moved = _to_move(turn, turns, streams(), extra - before) if extra != before else []
+        late = extra != before and (known is not None or turn.number < ledger.settled)
+        if where is not None and (moved is None or late):
             problems.append(_refused(where(), name, draws.get(name, 0), turn.draws + before, ledger))
-        changes.append((turn, extra, extra - before, moved or []))
+        if where is not None or known in (None, extra):  # else a copy goes on with what it knows
+            changes.append((turn, extra, moved or []))
     if problems:
         raise ConfigurationError(*problems)
-    for turn, extra, more, moved in changes:
+    for turn, extra, moved in changes:
         turn.ledger.correct(turn.number, extra)
-        for stream, count in moved:
-            turn.ledger.move(stream, count, more)
+        for move in moved:
+            turn.ledger.move(turn.number, move)
 
 
-def _to_move(turn: Turn, turns: Turns, streams: Sequence[Any]) -> list[tuple[Any, int | None]] | None:
+def _to_move(turn: Turn, turns: Turns, streams: Sequence[Any], more: int) -> list[Move] | None:
     """Find what others made of the keys that they drew after a layer, if those are streams that nobody has used.
 
     Returns:
-        The streams, with the counter of each, and, with None, copies of the stream itself in a copy of the model; None
-        if somebody made anything else, or if that can't be told in a transform.
+        What these would be had the layer drawn so many more keys, and what copies of the stream itself would be, in a
+        copy of the model; None if somebody made anything else, or if that can't be told in a transform.
     """
     ledger = turn.ledger
     wanted = [count for o in ledger.others_after(turn.number) for count in range(o.start, o.stop)]
-    if ledger.key is not None and not all(_compat.are_concrete([_compat.value_of(s.count)]) for s in streams):
+    traced = [s for s in streams if ledger.is_named_as(s) and _compat.is_tracer(_compat.value_of(s.count))]
+    if traced and any(known is ledger for _, known in LEDGERS.values()):  # one of them may be the stream itself
         return None
-    unused = [s for s in streams if _is_unused(s)] if wanted else []
-    twice = [t for t in turns if t is not None and t is not turn and _data(t.ledger.key) == _data(ledger.key)]
+    unused = [s for s in streams if is_unused(s)] if wanted else []
+    twice = [t for t in turns if t is not None and t is not turn and key_data(t.ledger.key) == key_data(ledger.key)]
     if len(wanted) > len(unused) or (wanted and twice):  # two streams of one key: a fork may be of either
         return None
-    found: list[tuple[Any, int | None]] = [(s, None) for s in ledger.copies(streams)]
+    copies = ledger.copies(streams)
+    found = [Move(s.count, _compat.counted(_compat.value_of(s.count), more % 2**32)) for s in copies]
     for count in wanted:
-        data = _data(jax.random.fold_in(ledger.key, np.uint32(count)))
-        same = [(s, count) for s in unused if _data(_compat.value_of(s.key)) == data]
+        data = key_data(jax.random.fold_in(ledger.key, np.uint32(count)))
+        same = [s for s in unused if key_data_of(s) == data]
         if not same:
             return None
-        found += same
+        key = jax.random.fold_in(ledger.key, np.uint32((count + more) % 2**32))
+        found += [Move(s.key, key) for s in same]
     return found
-
-
-def _is_unused(stream: Any) -> bool:
-    key, count = _compat.value_of(stream.key), _compat.value_of(stream.count)
-    return isinstance(key, jax.Array) and _compat.are_concrete([key, count]) and key.shape == () and int(count) == 0
-
-
-def _data(key: Any) -> bytes:
-    return b"" if key is None else np.asarray(jax.random.key_data(key)).tobytes()
 
 
 def _refused(where: str, name: str, draws: int, thought: int, ledger: Ledger) -> Problem:

@@ -31,7 +31,7 @@ from lazymods._placeholder import (
 )
 from lazymods._spec import LayerSpec, SlotSource
 from lazymods._stacking import Stackings
-from lazymods._structure import conform, has_other_slots
+from lazymods._structure import conform, has_other_slots, renew_random_state
 from lazymods._template import Template, same_static
 from lazymods.compile.metrics import COUNTS
 
@@ -76,6 +76,9 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     """
     spec = vars(layer)[STATE].spec
     blueprint = spec.blueprint(values, modules_of(layer))
+    if not abstract:
+        note_draws(layer, blueprint)
+        renew_random_state(layer, blueprint)
     if has_other_slots(spec, blueprint):
         conform(layer, blueprint)
     held = own_slots(layer, blueprint)
@@ -287,7 +290,8 @@ def note_draws(layer: Any, blueprint: Blueprint, *, roots: Any = (), strict: boo
 
         def streams() -> list[Any]:
             found = roots or [holder for _, holder in _graph.holders(layer)]
-            return [node for _, node in _graph.nodes(found) if isinstance(node, nnx.RngStream)]
+            own = {id(node) for _, node in _graph.nodes(layer)}  # drawn by itself
+            return [n for _, n in _graph.nodes(found) if isinstance(n, nnx.RngStream) and id(n) not in own]
 
         where = functools.partial(_graph.place, layer, type(layer).__name__) if strict else None
         with _compat.at_trace(_compat.eval_trace()):
@@ -441,6 +445,7 @@ def note_draws_of_slots(layer: Any, stacked: Stackings, model: Any) -> None:
         values = values_from_slots(layer, stacked)
         if values is not None:
             note_draws(layer, state.spec.blueprint(values, {}), roots=model, strict=False)
+            renew_random_state(layer, state.spec.blueprint(values, {}))
 
 
 def values_from_slots(layer: Any, stacked: Stackings | None = None) -> dict[str, Any] | None:

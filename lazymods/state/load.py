@@ -185,6 +185,8 @@ def load_entries(
         snapshot = Snapshot(model) if plan.grown else None
         try:
             if plan.grown:  # layers that hold more at the sizes of their entries than what was known
+                for layer, blueprint in [*plan.grown, *plan.sized]:  # what is new in one depends on the others' draws
+                    _lifecycle.note_draws(layer, blueprint, roots=model, strict=False)
                 for layer, blueprint in plan.grown:
                     _structure.conform(layer, blueprint)
                 survey = Survey(model)
@@ -280,6 +282,10 @@ def _write(plan: Plan, origin: Origin) -> None:
         for p, n in plan.lazy
         if id(n) not in sized and _graph.has_uninitialized_params(n)
     ]
+    for layer, blueprint in plan.sized:
+        _lifecycle.note_draws(layer, blueprint, roots=plan.model, strict=False)
+    for layer, blueprint in plan.sized:
+        _structure.renew_random_state(layer, blueprint)
     batch = [w for w in plan.writes.values() if _is_transferred(w)]
     arrays = transfer([_incoming(w, origin) for w in batch], origin.advance)
     on_device = {w.place.name: a for w, a in zip(batch, arrays, strict=True)}
@@ -291,7 +297,6 @@ def _write(plan: Plan, origin: Origin) -> None:
     for write, value in made:  # nothing fails from here on that could be known before
         _put(write, value)
     for layer, blueprint in plan.sized:
-        _lifecycle.note_draws(layer, blueprint, roots=plan.model, strict=False)
         _lifecycle.settle(layer, blueprint, strict=False)
     written = {id(write.place.owner) for write in plan.writes.values()}
     for _, layer, stacked in waiting:
