@@ -57,7 +57,8 @@ def lazy(cls: type, *, infer: Infer) -> Any:
         infer: ``infer(config, *args, **kwargs)`` gets the constructor's bound arguments, defaults included, as a
             read-only mapping, and the first call's arguments, with a ``jax.ShapeDtypeStruct`` for every array. It
             returns the required constructor arguments that were not given, as a dict of ints (or tuples of ints). One
-            that has a default may be among them, and wins over that, unless the caller gave it.
+            that has a default may be among them, and wins over that, unless the caller gave it. A load wins over it in
+            the same way.
 
     Returns:
         A class. Its constructor takes the arguments of ``cls`` by keyword, without those that are to be inferred.
@@ -175,11 +176,6 @@ class _Twin:
         return self.signature.parameters[self.rngs_name].default if self.rngs_name else None
 
     @functools.cached_property
-    def decides(self) -> bool:
-        """Whether the class may decide by its sizes: nobody has said what ``infer`` returns, as of any class."""
-        return self.plan.inferred is None and self.plan.structure is None
-
-    @functools.cached_property
     def remembers(self) -> bool:
         """Whether layers that are given the same arguments are configured alike, and without arrays."""
         try:
@@ -204,7 +200,7 @@ def _construct(layer: Any, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str,
     kept = {**modules, "rngs": rngs, **{f"rngs.{n}": s for n, s in streams.items()}}
     keys = [a for s in streams.values() for a in (_compat.value_of(s.key), _compat.value_of(s.count))]
     checked = "_lazymods_plan" in vars(type(layer)) and _compat.is_pytree(type(layer))
-    turns = _draws.take_turns(streams, mould.draws if twin.decides else None)
+    turns = _draws.take_turns(streams, mould.draws if twin.plan.decides else None)
     mould.build(layer, keys, kept, checked=checked, turns=turns)
     for n, draws in mould.draws.items():
         count = streams[n].count
@@ -257,7 +253,7 @@ def _mould(name: str, twin: _Twin, args: Any, kwargs: Any, described: Streams | 
     modules = {k: v for k, v in config.items() if nnx.Module in type(v).__mro__}
     takes_rngs = twin.rngs_name if rngs is not None else None
     plain = {k: v for k, v in config.items() if k not in modules}
-    left_out = tuple([k for k in plain if k not in given and k not in structure]) if twin.decides else ()
+    left_out = tuple([k for k in plain if k not in given and k not in structure]) if plan.decides else ()
 
     def specify(unknown: dict[str, Any], guesses: tuple[dict[str, Any], ...]) -> LayerSpec:
         options = tuple(plan.options)

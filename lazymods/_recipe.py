@@ -216,6 +216,10 @@ class Recipe:
         fields = {"source": self.source, "element": self.element, "dtype": self.dtype, "label": self.label} | changes
         return Recipe(keys=self.key_source, turns=self.turns, **fields)
 
+    def of_shape(self, element: PartialShape | None) -> Recipe:
+        """Return a copy with another shape of one model's value."""
+        return Recipe(self.source, element, self.dtype, self.label, self.turns, keys=self.key_source)
+
     def make(self, shape: Shape) -> Any:
         """Return the initial value for ``shape``, in the recipe's dtype; each model's as it would be on its own."""
         element = self.stacking.part(shape)

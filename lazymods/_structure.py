@@ -39,6 +39,20 @@ def conform(layer: Any, blueprint: Blueprint) -> None:
     _conform_node(layer, blueprint.root, spec.template.blueprint.root, (), builder)
 
 
+def decides(layer: Any) -> bool:
+    """Whether the class of a lazy layer may decide by its sizes what there is."""
+    plan = getattr(type(layer), "_lazymods_plan", None)
+    return plan is not None and plan.decides and not vars(layer)[STATE].spec.modules
+
+
+def set_shapes(layer: Any, blueprint: Blueprint) -> None:
+    """Let the placeholders of a layer have the shapes that they have at sizes that no formula told."""
+    for path, slot in blueprint.slots.items():
+        variable = _graph.at(layer, path)
+        if _graph.is_placeholder(variable) and variable.recipe.is_static:
+            variable.set_raw_value(variable.recipe.of_shape(slot.shape))
+
+
 def renew_random_state(layer: Any, blueprint: Blueprint) -> None:
     """Give streams of random keys inside a layer, of a Dropout, say, the keys that they get at the sizes now known.
 

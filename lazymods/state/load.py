@@ -23,8 +23,9 @@ from lazymods._errors import (
 from lazymods._graph import STATE, dotted
 from lazymods._placeholder import UninitializedArray
 from lazymods._snapshot import Snapshot
+from lazymods.state import by_trial
 from lazymods.state.entries import Survey, home_trace, prefix_of
-from lazymods.state.files.stored import StoredTensor
+from lazymods.state.files.stored import StoredTensor, Unread
 from lazymods.state.plain import decoded
 from lazymods.state.plan import Plan, Write, make_plan
 from lazymods.state.transfer import Incoming, transfer
@@ -182,16 +183,22 @@ def load_entries(
             given = _run_pre_hooks(survey, given, strict)
             survey = Survey(model)  # a hook may do anything
         plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
-        snapshot = Snapshot(model) if plan.grown else None
+        fitted = by_trial.fitted(survey, decoded(given, survey.places))
+        snapshot = Snapshot(model) if plan.grown or fitted else None
         try:
-            if plan.grown:  # layers that hold more at the sizes of their entries than what was known
-                for layer, blueprint in [*plan.grown, *plan.sized]:  # what is new in one depends on the others' draws
+            if plan.grown or fitted:  # layers that hold more at the sizes of their entries than what was known
+                tried = {id(layer) for layer, _ in fitted}
+                grown = [(layer, b) for layer, b in plan.grown if id(layer) not in tried] + fitted
+                for layer, blueprint in [*grown, *plan.sized]:  # what is new in one depends on the others' draws
                     _lifecycle.note_draws(layer, blueprint, roots=model, strict=False)
-                for layer, blueprint in plan.grown:
+                for layer, blueprint in grown:
                     _structure.conform(layer, blueprint)
+                for layer, blueprint in fitted:
+                    _structure.set_shapes(layer, blueprint)
                 survey = Survey(model)
-                given = {n: v.read() if _is_wanted(n, v, survey) else v for n, v in given.items()}
-                plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
+                given = {n: _read(v) if n in survey.places else v for n, v in given.items()}
+                entries = decoded(given, survey.places)
+                plan = make_plan(survey, entries, skip=mismatched == "skip", dtype=dtype, fitted=fitted)
             matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
             result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
             after = [n for _, n in survey.hooked if _hooks.hooks_of(n, "load_state_dict_post")]
@@ -209,9 +216,10 @@ def load_entries(
     return result
 
 
-def _is_wanted(name: str, value: Any, survey: Survey) -> bool:
-    """Whether an entry was left in its file for want of a place that the model has now."""
-    return isinstance(value, StoredTensor) and name in survey.places
+def _read(value: Any) -> Any:
+    """Read an entry that was left in its file for want of a place, or of one of its shape."""
+    value = value.stored if isinstance(value, Unread) else value
+    return value.read() if isinstance(value, StoredTensor) else value
 
 
 def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[str, Any]:
