@@ -17,7 +17,8 @@ import pytest
 from flax import nnx
 
 import lazymods as lm
-from lazymods import _lifecycle
+from lazymods import _hooks, _lifecycle
+from lazymods.compile import function
 
 X = jnp.ones((2, 4))
 normal = nnx.initializers.lecun_normal()
@@ -65,7 +66,10 @@ class WatchedLock:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     made = GATE[0] = Gate()
-    monkeypatch.setattr(_lifecycle, "LOCK", WatchedLock(_lifecycle.LOCK, made))
+    watched = WatchedLock(_lifecycle.LOCK, made)
+    monkeypatch.setattr(_lifecycle, "LOCK", watched)
+    for module, name in ((_hooks, "_LOCK"), (function, "LOCK")):  # the same one
+        monkeypatch.setattr(module, name, watched)
     yield made
     GATE[0] = None
 
@@ -110,23 +114,23 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def beside(gate: Gate, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
+def beside(gate: Gate, one: Callable[[], Any], two: Callable[[], Any]) -> tuple[Any, Any]:
     """Run the first until it initializes, then the second, which begins while the first is inside."""
     results: dict[str, Any] = {}
 
-    def run(name: str, function: Callable[[], Any]) -> None:
+    def run(name: str, work: Callable[[], Any]) -> None:
         try:
-            results[name] = function()
+            results[name] = work()
         except BaseException as error:
             results[name] = error
         finally:
             if name == "second":
                 gate.go_on.set()  # it needed no lock
 
-    threads = [threading.Thread(target=run, args=("first", first), daemon=True)]
+    threads = [threading.Thread(target=run, args=("first", one), daemon=True)]
     threads[0].start()
     assert gate.inside.wait(60)
-    threads.append(threading.Thread(target=run, args=("second", second), daemon=True))
+    threads.append(threading.Thread(target=run, args=("second", two), daemon=True))
     threads[1].start()
     for thread in threads:
         thread.join(60)

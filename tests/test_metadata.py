@@ -159,7 +159,7 @@ class Stack(nnx.Module):
             step = nnx.scan(lambda x, m: m(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, transform_metadata=names)
             return step(x, self.layers)
         axis = axes_of(1) if self.how == "vmap, second" else 0
-        spmd = {"spmd_axis_name": "a"} if self.how == "vmap, spmd" else {}
+        spmd: dict[str, Any] = {"spmd_axis_name": "a"} if self.how == "vmap, spmd" else {}
         return nnx.vmap(lambda m, x: m(x), in_axes=(axis, None), transform_metadata=names, **spmd)(self.layers, x)
 
 
