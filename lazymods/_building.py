@@ -200,7 +200,8 @@ class Builder:
             value = recipe.stacked(lambda keys: self.template.blueprint.run([slot], keys)[0])
             return _compat.new_variable(slot.cls, value, metadata)
         cls, static = self.mould.placeholder(slot)
-        return _compat.new_variable(cls, Recipe(*static, turns=self.turns, keys=self._keys_of(slot, static[1])), metadata)
+        recipe = Recipe(*static, turns=self.turns, keys=self._keys_of(slot, static[1]))
+        return _compat.new_variable(cls, recipe, metadata)
 
     def _keys_of(self, slot: Slot, shape: PartialShape | None) -> StaticKeys | tuple[Any, ...]:
         """The keys of one slot: the leaves of a value that follows from no key are the same in all of a stack."""
