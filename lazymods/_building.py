@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods import _compat
+from lazymods import _compat, _draws
 from lazymods._blueprint import Container, Given, Node, Slot, Static
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import UninitializedArray, placeholder_type
@@ -30,9 +30,11 @@ class LazyState:
         spec: LayerSpec | None = None,
         given: Mapping[str, Path] | None = None,
         keys: StaticKeys | None = None,
+        turns: _draws.Turns | None = None,
     ) -> None:
         self.spec = spec
         self.keys = keys
+        self.turns = turns
         self.given = dict(given or {})
         trace = _compat.current_trace()
         self.home = None if trace is _compat.eval_trace() else _compat.weak(trace)
@@ -51,7 +53,9 @@ class LazyState:
         return True
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LazyState) and self.spec == other.spec and self.given == other.given
+        if not isinstance(other, LazyState):
+            return NotImplemented
+        return self.spec == other.spec and self.given == other.given and self.turns == other.turns
 
     def __hash__(self) -> int:
         return hash(self.spec)
@@ -63,10 +67,10 @@ class LazyState:
         return self
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self.spec, self.given, self.keys
+        return self.spec, self.given, self.keys, self.turns
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.spec, self.given, self.keys = state
+        self.spec, self.given, self.keys, self.turns = state
         self.home = None
 
 
@@ -100,7 +104,15 @@ class Mould:
             self._placeholders[slot.path] = cls, (source, shape, slot.dtype, dotted(slot.path))
         return self._placeholders[slot.path]
 
-    def build(self, layer: Any, keys: Sequence[Any], given: Mapping[str, Any], *, checked: bool) -> None:
+    def build(
+        self,
+        layer: Any,
+        keys: Sequence[Any],
+        given: Mapping[str, Any],
+        *,
+        checked: bool,
+        turns: _draws.Turns | None = None,
+    ) -> None:
         """Give a new lazy layer its attributes and placeholders.
 
         Args:
@@ -109,15 +121,16 @@ class Mould:
             given: What the caller handed in and the layer keeps, by argument name.
             checked: Whether no attributes but those of the template will be there when the constructor returns: Flax
                 has checked those of the object that the template describes.
+            turns: Where these keys come in the order of draws, if that is not sure.
         """
-        builder = Builder(self, key_source(keys), given)
+        builder = Builder(self, key_source(keys), given, turns=turns)
         held = vars(layer)
         for name, description, is_shared in self.attributes:
             held[name] = description.value if is_shared else builder.make(description, (name,))
         _compat.share_data_names(layer, self.names)
         static = builder.keys if isinstance(builder.keys, StaticKeys) else None
         held.pop(STATE, None)  # so that it comes last, see LazyState.spares
-        held[STATE] = state = LazyState(self.spec, self.given, static)
+        held[STATE] = state = LazyState(self.spec, self.given, static, turns)
         state.unchecked = not checked
 
 
@@ -137,6 +150,7 @@ class Builder:
         keys: Keys and counters of the streams; if not static, each of the shape of the stack.
         given: What the caller handed in, by argument name.
         stacking: How the values of a stack lie, at any rank; None: nothing is stacked.
+        turns: Where the keys come in the order of draws, if that is not sure.
     """
 
     def __init__(
@@ -145,9 +159,10 @@ class Builder:
         keys: StaticKeys | tuple[Any, ...],
         given: Mapping[str, Any],
         stacking: Stacking | None = None,
+        turns: _draws.Turns | None = None,
     ) -> None:
         self.mould, self.template, self.given = mould, mould.template, given
-        self.keys, self.stacking = keys, stacking
+        self.keys, self.stacking, self.turns = keys, stacking, turns
         self.made: dict[int, Any] = {}
         self.metadata = _compat.default_metadata()
 
@@ -182,11 +197,12 @@ class Builder:
             metadata["eager_sharding"] = own
         if slot.cls is not None and issubclass(slot.cls, nnx.RngState):  # random state depends on no size
             source = SlotSource(self.mould.spec, slot.path)
-            recipe = Recipe(source, slot.shape, slot.dtype, "", self._keys_of(slot, slot.shape))
+            recipe = Recipe(source, slot.shape, slot.dtype, "", self.turns, keys=self._keys_of(slot, slot.shape))
             value = recipe.stacked(lambda keys: self.template.blueprint.run([slot], keys)[0])
             return _compat.new_variable(slot.cls, value, metadata)
         cls, static = self.mould.placeholder(slot)
-        return _compat.new_variable(cls, Recipe(*static, keys=self._keys_of(slot, static[1])), metadata)
+        recipe = Recipe(*static, turns=self.turns, keys=self._keys_of(slot, static[1]))
+        return _compat.new_variable(cls, recipe, metadata)
 
     def _keys_of(self, slot: Slot, shape: PartialShape | None) -> StaticKeys | tuple[Any, ...]:
         """The keys of one slot: the leaves of a value that follows from no key are the same in all of a stack."""

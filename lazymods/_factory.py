@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from lazymods import _compat, _first_call, _sizing
+from lazymods import _compat, _draws, _first_call, _sizing
 from lazymods._arguments import Ignored, UnhashableError, constructor_parameters, exact, freeze
 from lazymods._blueprint import Blueprint
 from lazymods._building import LazyState, Mould
@@ -57,7 +57,8 @@ def lazy(cls: type, *, infer: Infer) -> Any:
         infer: ``infer(config, *args, **kwargs)`` gets the constructor's bound arguments, defaults included, as a
             read-only mapping, and the first call's arguments, with a ``jax.ShapeDtypeStruct`` for every array. It
             returns the required constructor arguments that were not given, as a dict of ints (or tuples of ints). One
-            that has a default may be among them, and wins over that, unless the caller gave it.
+            that has a default may be among them, and wins over that, unless the caller gave it. A load wins over it in
+            the same way.
 
     Returns:
         A class. Its constructor takes the arguments of ``cls`` by keyword, without those that are to be inferred.
@@ -199,10 +200,13 @@ def _construct(layer: Any, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str,
     kept = {**modules, "rngs": rngs, **{f"rngs.{s.name}": s.stream for s in streams}}
     keys = [array for s in streams for array in (s.key, s.count)]
     checked = "_lazymods_plan" in vars(type(layer)) and _compat.is_pytree(type(layer))
-    mould.build(layer, keys, kept, checked=checked)
+    by_name = {s.name: s.stream for s in streams}
+    turns = _draws.take_turns(by_name, mould.draws if twin.plan.decides else None)
+    mould.build(layer, keys, kept, checked=checked, turns=turns)
     for name, stream, _, count in streams:
         if name in mould.draws:
             stream.count.set_raw_value(_compat.counted(count, mould.draws[name]))
+    _draws.have_drawn(turns, by_name)
 
 
 def _key(name: str, twin: _Twin, args: Any, given: Mapping[str, Any], described: Streams) -> Any:
@@ -250,8 +254,7 @@ def _mould(name: str, twin: _Twin, args: Any, kwargs: Any, described: Streams | 
     modules = {k: v for k, v in config.items() if nnx.Module in type(v).__mro__}
     takes_rngs = twin.rngs_name if rngs is not None else None
     plain = {k: v for k, v in config.items() if k not in modules}
-    own = plan.inferred is None and plan.structure is None  # infer is the user's: nobody has said what it returns
-    left_out = tuple([k for k in plain if k not in given and k not in structure]) if own else ()
+    left_out = tuple([k for k in plain if k not in given and k not in structure]) if plan.decides else ()
 
     def specify(unknown: dict[str, Any], guesses: tuple[dict[str, Any], ...]) -> LayerSpec:
         options = tuple(plan.options)

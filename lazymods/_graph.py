@@ -232,7 +232,12 @@ def place(target: Any, name: str, label: str = "") -> str:
     that hold it, or for a placeholder one with the same recipe, since transforms and optimizers see copies. The
     longest path wins; without one the label and the name must do.
     """
-    best: Path = ()
+    best = max((path for path, _ in holders(target)), key=len, default=())
+    return located(dotted(best) or label, name)
+
+
+def holders(target: Any) -> Iterator[tuple[Path, Any]]:
+    """Find the nnx objects that hold another, as far as callers have them as local variables; each with the path."""
     frame = sys._getframe(1)  # noqa: SLF001
     seen: set[int] = set()
     while frame is not None:
@@ -242,9 +247,9 @@ def place(target: Any, name: str, label: str = "") -> str:
             if isinstance(value, nnx.Pytree) and value is not target and id(value) not in seen:
                 seen.add(id(value))
                 path = _path_to(target, value)
-                best = path if len(path) > len(best) else best
+                if path:
+                    yield path, value
         frame = frame.f_back
-    return located(dotted(best) or label, name)
 
 
 def _path_to(target: Any, model: Any) -> Path:

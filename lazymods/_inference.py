@@ -99,11 +99,13 @@ def materialize(
             session.run()
             empty = {e.path for e in _graph.entries(model) if _graph.is_placeholder(e.value)}
             with place:
+                _note_draws(session)
                 drawing = _plan(session)
                 report = report_of(model, session, drawing)
                 while _finish(model, session, drawing) and _graph.lazy_nodes(model):
                     changed += _set_dtype(model, dtype)  # of layers that initialize_parameters made
                     session = Session(model, args, kwargs).run()
+                    _note_draws(session)
                     drawing = _plan(session)
             for variable, recipe in changed:
                 if _graph.is_placeholder(variable):  # not reached: as before
@@ -176,6 +178,14 @@ def _to_default_device(array: Any) -> Any:
 
 def _waiting(session: Session) -> list[Visit]:
     return [v for v in session.visits.values() if STATE in vars(v.layer)]
+
+
+def _note_draws(session: Session) -> None:
+    """Note how often each layer draws at its sizes, before any key is used: order of calls is not that of draws."""
+    for visit in _waiting(session):
+        state = vars(visit.layer)[STATE]
+        if state.turns is not None and visit.values is not None and not state.spec.modules:
+            _lifecycle.note_draws(visit.layer, state.spec.blueprint(visit.values, {}), roots=session.roots)
 
 
 def _plan(session: Session, calling: bool = True) -> _lifecycle.Drawing:

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lazymods import _compat, _graph
+from lazymods import _compat, _draws, _graph
 from lazymods._blueprint import Blueprint, Node, Static
 from lazymods._errors import Problem, ShapeInferenceError
 from lazymods._graph import NODE, STATE, Path, kind_of
@@ -31,7 +31,7 @@ from lazymods._placeholder import (
 )
 from lazymods._spec import LayerSpec, SlotSource
 from lazymods._stacking import Stackings
-from lazymods._structure import conform, has_other_slots
+from lazymods._structure import conform, has_other_slots, renew_random_state
 from lazymods._template import Template, same_static
 from lazymods.compile.metrics import COUNTS
 
@@ -76,11 +76,17 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     """
     spec = vars(layer)[STATE].spec
     blueprint = spec.blueprint(values, modules_of(layer))
+    if not abstract:
+        note_draws(layer, blueprint)
+        renew_random_state(layer, blueprint)
     if has_other_slots(spec, blueprint):
         conform(layer, blueprint)
     held = own_slots(layer, blueprint)
     check_held(layer, blueprint, held, stackings(layer))
     empty = {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)}
+    if not abstract:
+        for turns in {id(v.recipe.turns): v.recipe.turns for v in empty.values()}.values():
+            _draws.use(turns)
     level = _compat.home_trace(layer) if abstract else level_of(layer, empty.values())
     with _compat.at_trace(level):
         if abstract:
@@ -265,7 +271,36 @@ def put(holder: Any, key: Any, array: Any) -> None:
 # ---------------------------------------------------------------- settling
 
 
-def settle(layer: Any, blueprint: Blueprint | None, *, keep_class: bool = False) -> None:
+def note_draws(layer: Any, blueprint: Blueprint, *, roots: Any = (), strict: bool = True) -> None:
+    """Note how often the constructor of a layer draws at the sizes now known: what comes after it follows from that.
+
+    Args:
+        layer: A lazy layer.
+        blueprint: The constructor at these sizes.
+        roots: The model that it is in, where what was forked from its streams gets another key; if it is not known,
+            what the callers have.
+        strict: Whether it is refused that others have used keys as if it drew otherwise. A load asks for no keys.
+
+    Raises:
+        ConfigurationError: If it is refused.
+    """
+    state = vars(layer)[STATE]
+    if state.turns is not None and _graph.LOCAL.session is None:
+        names = [name for name, _, _ in state.spec.streams]
+
+        def streams() -> list[Any]:
+            found = roots or [holder for _, holder in _graph.holders(layer)]
+            own = {id(node) for _, node in _graph.nodes(layer)}  # drawn by itself
+            return [n for _, n in _graph.nodes(found) if isinstance(n, nnx.RngStream) and id(n) not in own]
+
+        where = functools.partial(_graph.place, layer, type(layer).__name__) if strict else None
+        with _compat.at_trace(_compat.eval_trace()):
+            _draws.settle(state.turns, blueprint.draws, names, streams, where)
+
+
+def settle(
+    layer: Any, blueprint: Blueprint | None, *, keep_class: bool = False, strict: bool = True
+) -> None:
     """Remove what made a layer lazy, and let it become its class.
 
     Attributes are merged three ways: what the user changed since construction stays, everything else gets the
@@ -275,8 +310,13 @@ def settle(layer: Any, blueprint: Blueprint | None, *, keep_class: bool = False)
         layer: A layer whose slots are filled.
         blueprint: The constructor at the sizes now known; None for a layer written by hand.
         keep_class: Leave the class for the object outside of an nnx transform to settle.
+        strict: As for :func:`note_draws`.
+
+    Raises:
+        ConfigurationError: As :func:`note_draws`.
     """
     if blueprint is not None:
+        note_draws(layer, blueprint, strict=strict)
         merge_attributes(layer, blueprint)
     del vars(layer)[STATE]
     _compat.forget_data_name(layer, STATE)
@@ -384,8 +424,26 @@ def settle_if_filled(layer: Any, *, initialize: bool = False, stacked: Stackings
         fill(layer, values)
     else:
         check_held(layer, blueprint, held, stacked)
-    settle(layer, blueprint)
+    settle(layer, blueprint, strict=False)
     return True
+
+
+def note_draws_of_slots(layer: Any, stacked: Stackings, model: Any) -> None:
+    """Do what :func:`note_draws` does, if the sizes follow from the slots that are filled, before others use keys.
+
+    Args:
+        layer: A lazy layer, or one that was.
+        stacked: As for :func:`settle_if_filled`.
+        model: The model that it is in.
+    """
+    state = vars(layer).get(STATE)
+    if state is None or state.turns is None or state.spec.modules:
+        return
+    with contextlib.suppress(ShapeInferenceError):  # said when it is the layer's turn
+        values = values_from_slots(layer, stacked)
+        if values is not None:
+            note_draws(layer, state.spec.blueprint(values, {}), roots=model, strict=False)
+            renew_random_state(layer, state.spec.blueprint(values, {}))
 
 
 def values_from_slots(layer: Any, stacked: Stackings | None = None) -> dict[str, Any] | None:

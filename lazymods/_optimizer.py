@@ -133,13 +133,18 @@ def _make_sized(model: Any, wrt: Any) -> set[int]:
     for _, layer in _graph.lazy_nodes(model):
         spec = vars(layer)[STATE].spec
         own = {id(v) for v in _graph.variables(layer) if _graph.is_placeholder(v)}
-        if spec is None or spec.size_names or spec.modules or not own & chosen or _first_call.is_carried(layer):
+        if spec is None or spec.size_names or spec.modules or not own & chosen:
+            continue
+        if _graph.LOCAL.session is None and _first_call.is_carried(layer):
             continue
         found.append((layer, spec))
         made |= own
     if not {id(v) for v in _graph.variables(model) if _graph.is_placeholder(v) and id(v) in chosen} <= made:
         return set()  # others are left: the update is refused, and changes nothing
     for layer, spec in found:
+        if _graph.LOCAL.session is not None:  # in an abstract run, which notes it and makes nothing
+            _graph.LOCAL.session.initialize(layer, (), {})
+            continue
         _lifecycle.settle(layer, _lifecycle.fill(layer, spec.values({})))
     return made
 

@@ -21,7 +21,7 @@ from flax import nnx
 from flax.nnx import reprlib
 from flax.typing import MISSING, Missing
 
-from lazymods import _compat, _graph
+from lazymods import _compat, _draws, _graph
 from lazymods._errors import (
     LazyError,
     PendingAttributeError,
@@ -194,6 +194,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         )
 
     def _initial_value(self, shape: Shape) -> Any:
+        if not _graph.LOCAL.session:
+            _draws.use(self.recipe.turns)
         try:
             return self.recipe.make(shape)
         except ValueError as error:

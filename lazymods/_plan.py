@@ -39,3 +39,8 @@ class Plan:
     wrapped_call: Callable[..., Call] = lambda *args, **kwargs: (args, kwargs)
     optional: tuple[str, ...] = ()
     scales: tuple[str, ...] | None = None
+
+    @property
+    def decides(self) -> bool:
+        """Whether the class may decide by its sizes: nobody has said what ``infer`` returns, as of any class."""
+        return self.inferred is None and self.structure is None

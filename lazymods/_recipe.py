@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lazymods import _compat
+from lazymods import _compat, _draws
 from lazymods._errors import Problem, UninitializedError
 from lazymods._stacking import ONE, Shape, Stacking
 
@@ -148,13 +148,24 @@ class Recipe:
             is. ``shape`` is that of all that are stacked.
         dtype: The dtype that the value gets, None for whatever is written first.
         label: The parameter's name in its layer, for messages.
+        turns: Where its keys come in the order of draws, if that is not sure.
         key_source: The keys: static, shared by the placeholders of one layer, or traced leaves (:func:`leaves_of`).
     """
 
-    __slots__ = ("dtype", "element", "key_source", "label", "source")
+    __slots__ = ("dtype", "element", "key_source", "label", "source", "turns")
 
-    def __init__(self, source: Source, element: PartialShape | None, dtype: Any, label: str, keys: Any) -> None:
-        self.source, self.element, self.dtype, self.label, self.key_source = source, element, dtype, label, keys
+    def __init__(
+        self,
+        source: Source,
+        element: PartialShape | None,
+        dtype: Any,
+        label: str,
+        turns: _draws.Turns | None = None,
+        *,
+        keys: Any,
+    ) -> None:
+        self.source, self.element, self.dtype, self.label = source, element, dtype, label
+        self.turns, self.key_source = turns, keys
 
     @classmethod
     def build(cls, source: Source, shape: PartialShape | None, dtype: Any, label: str, keys: Sequence[Any]) -> Recipe:
@@ -162,7 +173,7 @@ class Recipe:
         held = key_source(keys)
         if not isinstance(held, StaticKeys):
             held = leaves_of(held, Stacking.of_one(None if shape is None else len(shape)))
-        return cls(source, shape, dtype, label, held)
+        return cls(source, shape, dtype, label, keys=held)
 
     @property
     def leaves(self) -> tuple[Any, ...]:
@@ -172,6 +183,11 @@ class Recipe:
     @property
     def keys(self) -> tuple[Any, ...]:
         """The keys and counters that ``source.make`` takes, for each of the models that are stacked."""
+        return self.built_with if self.turns is None else _draws.shifted(self.built_with, self.turns)
+
+    @property
+    def built_with(self) -> tuple[Any, ...]:
+        """The keys as they were when the layer was built."""
         if isinstance(self.key_source, StaticKeys):
             return self.key_source.arrays
         shape = self.stacking.sizes
@@ -200,7 +216,11 @@ class Recipe:
     def replace(self, **changes: Any) -> Recipe:
         """Return a copy with another ``dtype`` or ``label``."""
         fields = {"source": self.source, "element": self.element, "dtype": self.dtype, "label": self.label} | changes
-        return Recipe(keys=self.key_source, **fields)
+        return Recipe(keys=self.key_source, turns=self.turns, **fields)
+
+    def of_shape(self, element: PartialShape | None) -> Recipe:
+        """Return a copy with another shape of one model's value."""
+        return Recipe(self.source, element, self.dtype, self.label, self.turns, keys=self.key_source)
 
     def make(self, shape: Shape) -> Any:
         """Return the initial value for ``shape``, in the recipe's dtype; each model's as it would be on its own."""
@@ -228,7 +248,7 @@ class Recipe:
 
     def static(self) -> tuple[Any, ...]:
         """Everything but the keys."""
-        return self.source, self.element, self.dtype, self.label
+        return self.source, self.element, self.dtype, self.label, self.turns
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Recipe):
@@ -251,14 +271,18 @@ class Recipe:
     def __reduce__(self) -> tuple[Any, ...]:
         keys = self.key_source
         if not isinstance(keys, StaticKeys) and not self.stacking.sizes:
-            keys = StaticKeys(self.keys)
+            keys = StaticKeys(self.built_with)
         if not isinstance(keys, StaticKeys):  # keys by their data
-            return _restore, (*self.static(), StaticKeys(keys))
-        return Recipe, (*self.static(), keys)
+            return _restore, (StaticKeys(keys), *self.static())
+        return _restore_static, (keys, *self.static())
 
 
-def _restore(source: Source, element: PartialShape | None, dtype: Any, label: str, leaves: StaticKeys) -> Recipe:
-    return Recipe(source, element, dtype, label, leaves.arrays)
+def _restore(leaves: StaticKeys, *static: Any) -> Recipe:
+    return Recipe(*static, keys=leaves.arrays)
+
+
+def _restore_static(keys: StaticKeys, *static: Any) -> Recipe:
+    return Recipe(*static, keys=keys)
 
 
 def _flatten(recipe: Recipe) -> tuple[tuple[Any, ...], Any]:

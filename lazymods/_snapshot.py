@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lazymods import _compat, _graph
-from lazymods._graph import ARRAY, NODE, OTHER, PYTREE, VARIABLE, kind_of
+from lazymods._graph import ARRAY, NODE, OTHER, PYTREE, STATE, VARIABLE, kind_of
 
 
 def refill(held: Any, contents: Any) -> None:
@@ -39,6 +39,7 @@ class Snapshot:
         self._containers: list[tuple[Any, Any]] = []
         self._variables: list[tuple[Any, type, Any, dict[str, Any]]] = []
         self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self._ledgers: dict[int, tuple[Any, Any]] = {}
         seen: set[int] = set()
         for root in roots:
             self._take(root, kind_of(root), seen)
@@ -52,6 +53,9 @@ class Snapshot:
             return
         if kind is NODE:
             self._nodes.append((value, type(value), dict(vars(value))))
+            for turn in getattr(vars(value).get(STATE), "turns", None) or ():
+                if turn is not None and id(turn.ledger) not in self._ledgers:
+                    self._ledgers[id(turn.ledger)] = turn.ledger, turn.ledger.saved()
         elif isinstance(value, list):
             self._containers.append((value, value.copy()))
         elif isinstance(value, MutableMapping):
@@ -69,6 +73,8 @@ class Snapshot:
         """Put everything back."""
         for array, contents in self._arrays:
             array[...] = contents
+        for ledger, saved in self._ledgers.values():
+            ledger.restore(saved)
         for node, cls, attributes in self._nodes:
             _compat.set_attributes(node, attributes)
             _compat.set_class(node, cls)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lazymods import _graph
+from lazymods import _compat, _draws, _graph
 from lazymods._blueprint import Blueprint, Node, Slot, Static
 from lazymods._building import Builder, Mould
 from lazymods._errors import Problem, ShapeInferenceError
@@ -32,13 +34,65 @@ def conform(layer: Any, blueprint: Blueprint) -> None:
     as they are, for a load to write into.
     """
     spec = vars(layer)[STATE].spec
-    keys, stacking = vars(layer)[STATE].keys, None
+    builder = _builder(layer, blueprint)
+    builder.made[id(blueprint.root)] = layer
+    _conform_node(layer, blueprint.root, spec.template.blueprint.root, (), builder)
+
+
+def decides(layer: Any) -> bool:
+    """Whether the class of a lazy layer may decide by its sizes what there is."""
+    plan = getattr(type(layer), "_lazymods_plan", None)
+    return plan is not None and plan.decides and not vars(layer)[STATE].spec.modules
+
+
+def set_shapes(layer: Any, blueprint: Blueprint) -> None:
+    """Let the placeholders of a layer have the shapes that they have at sizes that no formula told."""
+    for path, slot in blueprint.slots.items():
+        variable = _graph.at(layer, path)
+        if _graph.is_placeholder(variable) and variable.recipe.is_static:
+            variable.set_raw_value(variable.recipe.of_shape(slot.shape))
+
+
+def renew_random_state(layer: Any, blueprint: Blueprint) -> None:
+    """Give streams of random keys inside a layer, of a Dropout, say, the keys that they get at the sizes now known.
+
+    They were forked when the layer was built, from keys that depend on how often was drawn before: by the constructor
+    itself, and by those of other layers. Random state that is another by now, as by a load, stays.
+    """
+    state = vars(layer)[STATE]
+    known = None if state.turns is None or state.spec.modules else state.spec.template.blueprint
+    if known is None or (blueprint.draws == known.draws and not _draws.are_off(state.turns)):
+        return
+    before = after = None
+    for path, slot in blueprint.slots.items():
+        variable = _graph.at(layer, path)
+        if not (slot.cls and issubclass(slot.cls, nnx.RngKey) and path in known.slots and type(variable) is slot.cls):
+            continue
+        before = before or _builder(layer, known, None)
+        after = after or _builder(layer, blueprint)
+        old, new = (b.make(d.slots[path], path).get_raw_value() for b, d in ((before, known), (after, blueprint)))
+        if _same_keys(variable.get_raw_value(), old):
+            _compat.SET_RAW(variable, new)
+
+
+def _same_keys(now: Any, before: Any) -> bool:
+    if not _compat.are_concrete([now, before]):
+        return True  # in a transform; nothing was loaded there
+    return now.shape == before.shape and bool(jnp.all(jax.random.key_data(now) == jax.random.key_data(before)))
+
+
+_OWN: Any = object()
+
+
+def _builder(layer: Any, blueprint: Blueprint, turns: Any = _OWN) -> Builder:
+    """Return what makes the parts of a layer; without turns, from the keys that it was built with."""
+    state = vars(layer)[STATE]
+    keys, stacking = state.keys, None
     if keys is None:
         keys, stacking = _traced_keys(layer)
     shapes = {p: s.shape for p, s in blueprint.slots.items()}
-    builder = Builder(Mould(spec, Template(blueprint, {}, {}, shapes, frozenset())), keys, {}, stacking)
-    builder.made[id(blueprint.root)] = layer
-    _conform_node(layer, blueprint.root, spec.template.blueprint.root, (), builder)
+    mould = Mould(state.spec, Template(blueprint, {}, {}, shapes, frozenset()))
+    return Builder(mould, keys, {}, stacking, state.turns if turns is _OWN else turns)
 
 
 def has_pending_arrays(spec: LayerSpec, blueprint: Blueprint) -> bool:
@@ -62,7 +116,7 @@ def _traced_keys(layer: Any) -> tuple[Any, Stacking | None]:
     waiting = [v for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)]
     found: dict[int, Any] = {}
     for variable in waiting:
-        found |= {i: k for i, k in enumerate(variable.recipe.keys) if k is not None and i not in found}
+        found |= {i: k for i, k in enumerate(variable.recipe.built_with) if k is not None and i not in found}
     keys = tuple([found.get(i) for i in range(max((len(v.recipe.leaves) for v in waiting), default=0))])
     if all(v.recipe.is_static for v in waiting):  # of a pickle
         return StaticKeys(keys), None

@@ -21,7 +21,7 @@ from lazymods._recipe import is_key
 from lazymods.state import names
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.opening import read_checkpoint
-from lazymods.state.files.stored import Checkpoint, StoredTensor, printable, refuse
+from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, printable, refuse
 from lazymods.state.load import LoadResult, Origin, load_entries
 from lazymods.state.names import Rename
 from lazymods.state.progress import progress_bar
@@ -172,7 +172,7 @@ def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, StoredTensor):
             place = survey.places.get(name) or survey.places.get(base_name(name))
             if place is not None and not survey.hooked and not _may_fit(place, name, value):
-                out[name] = np.broadcast_to(np.zeros((), value.dtype), value.shape)  # takes no memory
+                out[name] = Unread.of(value)
             elif place is not None or everything:
                 out[name] = value.read()
     return out

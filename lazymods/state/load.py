@@ -24,8 +24,9 @@ from lazymods._graph import STATE, dotted
 from lazymods._hooked import hooks_of, run_hooks
 from lazymods._placeholder import UninitializedArray
 from lazymods._snapshot import Snapshot
+from lazymods.state import by_trial
 from lazymods.state.entries import Survey, home_trace, is_buffer, is_training_state, prefix_of
-from lazymods.state.files.stored import StoredTensor
+from lazymods.state.files.stored import StoredTensor, Unread
 from lazymods.state.plain import decoded
 from lazymods.state.plan import Plan, Write, make_plan
 from lazymods.state.transfer import Incoming, transfer
@@ -186,14 +187,22 @@ def load_entries(
             given = _run_pre_hooks(survey, given, strict)
             survey = Survey(model)  # a hook may do anything
         plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
-        snapshot = Snapshot(model) if plan.grown else None
+        fitted = by_trial.fitted(survey, decoded(given, survey.places))
+        snapshot = Snapshot(model) if plan.grown or fitted else None
         try:
-            if plan.grown:  # layers that hold more at the sizes of their entries than what was known
-                for layer, blueprint in plan.grown:
+            if plan.grown or fitted:  # layers that hold more at the sizes of their entries than what was known
+                tried = {id(layer) for layer, _ in fitted}
+                grown = [(layer, b) for layer, b in plan.grown if id(layer) not in tried] + fitted
+                for layer, blueprint in [*grown, *plan.sized]:  # what is new in one depends on the others' draws
+                    _lifecycle.note_draws(layer, blueprint, roots=model, strict=False)
+                for layer, blueprint in grown:
                     _structure.conform(layer, blueprint)
+                for layer, blueprint in fitted:
+                    _structure.set_shapes(layer, blueprint)
                 survey = Survey(model)
-                given = {n: v.read() if _is_wanted(n, v, survey) else v for n, v in given.items()}
-                plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
+                given = {n: _read(v) if n in survey.places else v for n, v in given.items()}
+                entries = decoded(given, survey.places)
+                plan = make_plan(survey, entries, skip=mismatched == "skip", dtype=dtype, fitted=fitted)
             matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
             result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
             after = [n for _, n in survey.hooked if hooks_of(n, "load_state_dict_post")]
@@ -212,9 +221,10 @@ def load_entries(
     return result
 
 
-def _is_wanted(name: str, value: Any, survey: Survey) -> bool:
-    """Whether an entry was left in its file for want of a place that the model has now."""
-    return isinstance(value, StoredTensor) and name in survey.places
+def _read(value: Any) -> Any:
+    """Read an entry that was left in its file for want of a place, or of one of its shape."""
+    value = value.stored if isinstance(value, Unread) else value
+    return value.read() if isinstance(value, StoredTensor) else value
 
 
 def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -285,13 +295,38 @@ def _write(plan: Plan, origin: Origin) -> None:
         for p, n in plan.lazy
         if id(n) not in sized and _graph.has_uninitialized_params(n)
     ]
-    batch = [w for w in plan.writes.values() if _is_transferred(w)]
+    for layer, blueprint in plan.sized:
+        _lifecycle.note_draws(layer, blueprint, roots=plan.model, strict=False)
+    for layer, blueprint in plan.sized:
+        _structure.renew_random_state(layer, blueprint)
+    _write_values(plan.writes.values(), origin)
+    for layer, blueprint in plan.sized:
+        _lifecycle.settle(layer, blueprint, strict=False)
+    written = {id(write.place.owner) for write in plan.writes.values()}
+    for _, layer, stacked in waiting:
+        _lifecycle.note_draws_of_slots(layer, stacked, plan.model)
+    for path, layer, stacked in waiting:
+        try:
+            if STATE in vars(layer):
+                partly = any(id(e.value) in written for e in _graph.entries(layer))
+                _lifecycle.settle_if_filled(layer, initialize=partly, stacked=stacked)
+        except LazyError as error:
+            problem = error.problems[0] if error.problems else None
+            got = problem.got if problem else str(error)
+            where = located(dotted(path), type(layer).__name__)
+            needed, line = "entries that fit the layer", "entries of one and the same layer"
+            raise StateDictError(Problem(where, got, needed, line), heading=_heading(plan.model, origin)) from error
+
+
+def _write_values(writes: Collection[Write], origin: Origin) -> None:
+    """Make all values, then write them: into arrays of numpy in place, else in place of what is there."""
+    batch = [w for w in writes if _is_transferred(w)]
     arrays = transfer([_incoming(w, origin) for w in batch], origin.advance)
     on_device = {w.place.name: a for w, a in zip(batch, arrays, strict=True)}
     made: list[tuple[Write, Any]] = []
     parts: dict[tuple[Any, ...], tuple[Write, dict[Any, Any]]] = {}  # several may be parts of one tuple
     fills = []
-    for write in plan.writes.values():
+    for write in writes:
         value = _new_value(write, on_device.get(write.place.name), origin)
         if is_buffer(write.current):
             fills.append((write.current, value))
@@ -305,20 +340,6 @@ def _write(plan: Plan, origin: Origin) -> None:
         array[...] = values
     for write, value in made:
         _put(write, value)
-    for layer, blueprint in plan.sized:
-        _lifecycle.settle(layer, blueprint)
-    written = {id(write.place.owner) for write in plan.writes.values()}
-    for path, layer, stacked in waiting:
-        try:
-            if STATE in vars(layer):
-                partly = any(id(e.value) in written for e in _graph.entries(layer))
-                _lifecycle.settle_if_filled(layer, initialize=partly, stacked=stacked)
-        except LazyError as error:
-            problem = error.problems[0] if error.problems else None
-            got = problem.got if problem else str(error)
-            where = located(dotted(path), type(layer).__name__)
-            needed, line = "entries that fit the layer", "entries of one and the same layer"
-            raise StateDictError(Problem(where, got, needed, line), heading=_heading(plan.model, origin)) from error
 
 
 def _is_transferred(write: Write) -> bool:

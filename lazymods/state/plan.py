@@ -91,7 +91,14 @@ class Plan:
         return self.dtype if self.dtype is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
-def make_plan(survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: Any = None) -> Plan:
+def make_plan(
+    survey: Survey,
+    given: Mapping[str, Any],
+    *,
+    skip: bool,
+    dtype: Any = None,
+    fitted: Sequence[tuple[Any, Blueprint]] = (),
+) -> Plan:
     """Check every entry against the model.
 
     Args:
@@ -99,6 +106,7 @@ def make_plan(survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: An
         given: What is to be written, by name.
         skip: Whether to leave out what does not fit in shape.
         dtype: The dtype that floating-point parameters get; None: each its own.
+        fitted: Layers whose sizes are known by other ways than formulas, with their blueprints.
     """
     plan = Plan(survey, given, skip=skip, dtype=dtype)
     used: set[str] = set()
@@ -120,6 +128,7 @@ def make_plan(survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: An
             found.sort(key=lambda p: _graph.is_placeholder(given[p.name]))  # a value, if one has it
         if _ties_agree(plan, found, given):
             _check_entry(plan, found[0], given[found[0].name])
+    plan.sized.extend(fitted)
     _check_lazy_layers(plan)
     order = {name: i for i, name in enumerate(plan.places)}
     plan.missing.sort(key=order.__getitem__)
@@ -245,10 +254,11 @@ def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
 def _check_lazy_layers(plan: Plan) -> None:
     """Check that the entries of each lazy layer agree on its sizes."""
     by_owner = {id(w.place.owner): w for w in plan.writes.values()}
+    done = {id(layer) for layer, _ in plan.sized}
     known: dict[Any, Any] = {}  # layers of one configuration share their spec, and those of one size the rest
     for path, layer in plan.lazy:
         spec = vars(layer)[STATE].spec
-        if spec is None or spec.modules or spec.guesses:
+        if spec is None or spec.modules or spec.guesses or id(layer) in done:
             continue  # what fits is seen when the layer is settled
         template = known.get(spec) or known.setdefault(spec, spec.template)
         shapes, writes = _shapes_to_be(layer, template, by_owner)

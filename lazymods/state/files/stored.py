@@ -77,6 +77,19 @@ class StoredTensor:
         return byte_count(self.shape, self.dtype)
 
 
+class Unread(np.ndarray[Any, Any]):
+    """Zeros that stand for a tensor of which only the shape was asked for; they take no memory."""
+
+    stored: StoredTensor
+
+    @classmethod
+    def of(cls, stored: StoredTensor) -> Unread:
+        """Stand for a tensor."""
+        made = np.broadcast_to(np.zeros((), stored.dtype), stored.shape).view(cls)
+        made.stored = stored
+        return made
+
+
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """An opened file: everything about it has been checked but the values themselves.

@@ -1,0 +1,172 @@
+"""Sizes that follow from a checkpoint by no formula, found by trying.
+
+Mostly the sizes of a lazy layer follow from the shapes of its entries by the formulas of its template. Where a class
+decides by its sizes they may not: ``n * n`` features, a width of ``max(8, n // 4)``, as many blocks as a depth says, or
+a size that the caller left at a default which is not the file's. Then the constructor is read at some sizes, until what
+it makes has exactly the names and shapes that the checkpoint has. Sizes are taken only if no others give the same.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+
+from lazymods import _lifecycle
+from lazymods._blueprint import Blueprint
+from lazymods._graph import STATE, dotted
+from lazymods._placeholder import fits
+from lazymods._recipe import Shape, is_key
+from lazymods._spec import REFUSALS, LayerSpec
+from lazymods._structure import decides
+from lazymods.state.entries import Survey, prefix_of
+
+_MOST = 256  # readings of one constructor, where several sizes are not known
+_LARGEST = 2**24
+
+
+def fitted(survey: Survey, given: Mapping[str, Any]) -> list[tuple[Any, Blueprint]]:
+    """Find the lazy layers whose sizes follow by trying only, each with its constructor at those.
+
+    Args:
+        survey: The model.
+        given: What is to be written, by name.
+    """
+    found = []
+    names = sorted(given)
+    for path, layer in survey.nodes:
+        state = vars(layer).get(STATE)
+        if state is None or state.keys is None or not decides(layer):
+            continue
+        prefix = prefix_of(path)
+        first, last = bisect.bisect_left(names, prefix), bisect.bisect_left(names, f"{prefix}\U0010ffff")
+        entries = {name[len(prefix) :]: given[name] for name in names[first:last]}
+        shapes = {k: getattr(v, "shape", None) for k, v in entries.items() if not is_key(v)}
+        blueprint = _fitted(state.spec, shapes) if shapes and None not in shapes.values() else None
+        if blueprint is not None:
+            found.append((layer, blueprint))
+    return found
+
+
+def _fitted(spec: LayerSpec, shapes: Mapping[str, Any]) -> Blueprint | None:
+    """The constructor at the only sizes that fit, None if a formula gives them, or if there are none or several."""
+    template = spec.template
+    names = {dotted(p): p for p in template.blueprint.slots}
+    known = {names[n]: tuple(s) for n, s in shapes.items() if n in names}
+    values, _ = spec.read(template, {p: s for p, s in known.items() if not _is_left_out(template.blueprint, p)})
+    trial = _Trial(spec, shapes)
+    blueprint = None if values is None else trial.fits(values)
+    if blueprint is not None:  # if an axis has another length than at all probes, a formula has not told that
+        return None if all(fits(template.shapes[p], s) for p, s in known.items()) else blueprint
+    for free in trial.choices():
+        found = trial.only(free)
+        if found is not None:
+            return found
+        if trial.several:
+            return None
+    return None
+
+
+def _is_left_out(blueprint: Blueprint, path: Any) -> bool:
+    cls = blueprint.slots[path].cls
+    return cls is not None and issubclass(cls, (nnx.RngState, *_lifecycle.TRANSIENT))
+
+
+@dataclasses.dataclass
+class _Trial:
+    """Readings of one constructor, against the shapes of the entries of a layer.
+
+    Attributes:
+        several: Whether several sizes fit: then they can't be told.
+    """
+
+    spec: LayerSpec
+    shapes: Mapping[str, Shape]
+    several: bool = False
+
+    def choices(self) -> Iterator[tuple[str, ...]]:
+        """Which sizes may be free: those that are not known, then those and one that was left at its default."""
+        spec = self.spec
+        if spec.unknown and all(v is None for v in spec.unknown.values()):
+            yield tuple(spec.unknown)
+        elif spec.unknown:
+            return
+        for name in spec.left_out:
+            if type(spec.config.get(name)) is int:
+                yield (*spec.unknown, name)
+
+    def only(self, free: Sequence[str]) -> Blueprint | None:
+        """Return the constructor at the only sizes that fit."""
+        found: dict[tuple[int, ...], Blueprint] = {}
+        for sizes in self._candidates(free):
+            for near in _neighbours(sizes) if self.fits(dict(zip(free, sizes, strict=True))) else ():
+                blueprint = self.fits(dict(zip(free, near, strict=True)))
+                if blueprint is not None:
+                    found[near] = blueprint
+            if len(found) > 1:
+                self.several = True
+                return None
+        return next(iter(found.values()), None)
+
+    def read(self, values: Mapping[str, Any]) -> Blueprint | None:
+        """Read the constructor; None if it refuses these sizes."""
+        try:
+            return self.spec.blueprint(values, {})
+        except REFUSALS:
+            return None
+
+    def fits(self, values: Mapping[str, Any]) -> Blueprint | None:
+        """Return the constructor at some sizes if it makes exactly what the entries are for."""
+        blueprint = self.read(values)
+        if blueprint is None:
+            return None
+        wanted = {dotted(p): s.shape for p, s in blueprint.slots.items() if not _is_left_out(blueprint, p)}
+        random = {dotted(p) for p in blueprint.slots} - wanted.keys()
+        entries = {n: tuple(s) for n, s in self.shapes.items() if not any(f"{n}.".startswith(f"{r}.") for r in random)}
+        return blueprint if entries == wanted else None
+
+    def _candidates(self, free: Sequence[str]) -> Iterator[tuple[int, ...]]:
+        lengths = sorted({n for shape in self.shapes.values() for n in shape if n})
+        counts = {int(part) + 1 for name in self.shapes for part in name.split(".") if part.isdigit()}
+        numbers = sorted({*lengths, *counts})
+        if len(free) == 1:
+            size = self._by_bisection(free[0])
+            if size is not None:
+                yield (size,)
+        if len(numbers) ** len(free) <= _MOST:
+            yield from itertools.product(numbers, repeat=len(free))
+
+    def _by_bisection(self, name: str) -> int | None:
+        """The first size at which there are as many numbers as in the entries: mostly there are more at each."""
+        wanted = sum(math.prod(shape) for shape in self.shapes.values())
+        below, size = 0, 1
+        while (total := self._total({name: size})) is not None and total < wanted and size < _LARGEST:
+            below, size = size, 2 * size
+        while total is not None and size - below > 1:
+            middle = (below + size) // 2
+            total = self._total({name: middle})
+            if total is not None and total < wanted:
+                below = middle
+            else:
+                size = middle
+        return None if total is None else size
+
+    def _total(self, values: Mapping[str, Any]) -> int | None:
+        blueprint = self.read(values)
+        if blueprint is None:
+            return None
+        return sum(math.prod(s.shape) for p, s in blueprint.slots.items() if not _is_left_out(blueprint, p))
+
+
+def _neighbours(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The sizes themselves, and those that are one more or less in one of them."""
+    yield sizes
+    for i, size in enumerate(sizes):
+        for near in (size - 1, size + 1):
+            if near > 0:
+                yield (*sizes[:i], near, *sizes[i + 1 :])
