@@ -286,7 +286,7 @@ def settle(layer: Any, blueprint: Blueprint | None, *, keep_class: bool = False)
         finish_class(layer)
 
 
-_UPDATING = "_lazymods__updating"
+_UPDATING = _compat.own_name("updating")
 
 
 def start_update(node: Any) -> None:

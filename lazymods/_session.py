@@ -34,7 +34,7 @@ from lazymods._graph import HOOKS, STATE, Path, dotted
 from lazymods._recipe import InitSource, Recipe, is_key
 from lazymods._snapshot import Containers
 
-INDEX = "_lazymods__index"
+INDEX = _compat.own_name("index")
 
 
 @dataclasses.dataclass
