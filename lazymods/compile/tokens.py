@@ -79,7 +79,11 @@ _BUILTIN: dict[Kind, Any] = {
 }
 
 
-_WITHOUT_STATE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum, HashableMapping)
+JIT_OF_FLAX: type = type(nnx.jit(lambda: None))
+_WITHOUT_STATE = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum, HashableMapping),
+    JIT_OF_FLAX,
+)
 
 
 def kind_of(value: Any) -> Kind:
