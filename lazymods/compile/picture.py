@@ -71,6 +71,7 @@ class Picture:
 
     Attributes:
         nodes: Everything that can change, in the order in which it was met; no object twice.
+        places: Where each node was met: the number of the root, then keys and names.
         contents: What each node held: a copy of its attributes or items.
         classes: The class of each node.
         variables: Every Variable once.
@@ -84,6 +85,7 @@ class Picture:
 
     def __init__(self, roots: Iterable[Any], static: bool = False, reads: Reads | None = None) -> None:
         self.nodes: list[Any] = []
+        self.places: list[tuple[Any, ...]] = []
         self.contents: list[Any] = []
         self.classes: list[type] = []
         self.variables: list[Any] = []
@@ -172,6 +174,7 @@ class Picture:
     def _visit_node(self, node: Any, kind: Kind, path: tuple[Any, ...]) -> None:
         number = self._numbers[id(node)] = len(self.nodes)
         self.nodes.append(node)
+        self.places.append(path)
         self.classes.append(type(node))
         self.contents.append(contents_of(node, kind, self._reads))
         self._emit((type(node), len(self.contents[number])), path)
