@@ -34,7 +34,7 @@ def test_an_attribute_beside_lazy_layers() -> None:
     def note(model: Any, x: jax.Array) -> None:
         model.seen = nnx.Variable(x)
 
-    model = lazy_mlp()
+    model: Any = lazy_mlp()
     lm.jit(note)(model, X)
     assert_same_bits(model.seen[...], X)
     assert lm.uninitialized_paths(model) == ["fc1.kernel", "fc1.bias", "fc2.kernel", "fc2.bias"]
@@ -71,7 +71,9 @@ def test_a_lazy_layer_that_a_function_attaches(size: str) -> None:
 
         return attach
 
-    model, twin, rngs, others = lazy_mlp(), plain_mlp(), nnx.Rngs(5), nnx.Rngs(5)
+    model: Any = lazy_mlp()
+    twin: Any = plain_mlp()
+    rngs, others = nnx.Rngs(5), nnx.Rngs(5)
     mine = lm.jit(attach(lambda r: lm.LazyLinear(3, rngs=r)))
     flax = nnx.jit(attach(lambda r: nnx.Linear(8, 3, rngs=r)))
     for _ in range(2):  # the second time in place of the first
