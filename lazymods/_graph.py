@@ -19,8 +19,8 @@ from lazymods import _compat
 from lazymods._errors import located
 from lazymods._recipe import Recipe
 
-STATE = "_lazymods__state"  # the attribute that makes a layer lazy
-HOOKS = "_lazymods__hooks"  # the attribute that holds a module's hooks
+STATE = _compat.own_name("state")  # the attribute that makes a layer lazy
+HOOKS = _compat.own_name("hooks")  # the attribute that holds a module's hooks
 Path = tuple[Any, ...]
 _PRIVATE = frozenset((STATE, HOOKS, _compat.STATE, _compat.NODES))
 

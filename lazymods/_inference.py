@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -88,55 +88,49 @@ def materialize(
         >>> type(layer).__name__, layer.kernel.shape
         ('Linear', (3, 4))
     """
+    return _materialize(lambda: Session(model, args, kwargs), device, dtype, init_backend)
+
+
+def _materialize(start: Callable[[], Session], device: Any, dtype: Any, init_backend: str | None) -> ShapeReport:
     dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     with _lifecycle.LOCK, _no_collections():
-        session = Session(model, args, kwargs)
+        session = start()
         snapshot = Snapshot(*session.roots)
         where = device if init_backend is None else jax.local_devices(backend=init_backend)[0]
         place = contextlib.nullcontext() if where is None else jax.default_device(where)
         try:
-            changed = _set_dtype(model, dtype)
+            changed = _set_dtype(session.everything, dtype)
             session.run()
-            empty = {e.path for e in _graph.entries(model) if _graph.is_placeholder(e.value)}
+            empty = {e.path for e in _graph.entries(session.everything) if _graph.is_placeholder(e.value)}
             with place:
                 _note_draws(session)
                 drawing = _plan(session)
-                report = report_of(model, session, drawing)
-                while _finish(model, session, drawing) and _graph.lazy_nodes(model):
-                    changed += _set_dtype(model, dtype)  # of layers that initialize_parameters made
-                    session = Session(model, args, kwargs).run()
+                report = report_of(session.model, session, drawing)
+                while _finish(session, drawing) and _graph.lazy_nodes(session.everything):
+                    changed += _set_dtype(session.everything, dtype)  # of layers that initialize_parameters made
+                    session = start().run()
                     _note_draws(session)
                     drawing = _plan(session)
             for variable, recipe in changed:
                 if _graph.is_placeholder(variable):  # not reached: as before
                     variable.set_raw_value(recipe)
             if where is not None:
-                _move(model, empty, device)
+                _move(session.everything, empty, device)
         except BaseException:
             snapshot.restore()
             raise
-    return report.of_finished(model)
+    return report.of_finished(session.nodes())
 
 
-class _Function(nnx.Module):
-    """A function as a module."""
+def initialize(reach: list[Any], run: Callable[..., Any], arrays: list[Any]) -> None:
+    """Initialize the lazy layers that a run would reach, as :func:`materialize`.
 
-    def __init__(self, function: Any) -> None:
-        self.function = nnx.static(function)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-
-def initialize(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Initialize the lazy layers among the arguments of a function that a call would reach, as :func:`materialize`."""
-    if isinstance(function, nnx.Module):
-        materialize(function, *args, **kwargs)
-        return
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, nnx.Module):
-        function, args = function.__func__, (owner, *args)
-    materialize(_Function(function), *args, **kwargs)
+    Args:
+        reach: nnx objects, Variables and containers of such: all that it can reach.
+        run: Gets copies of those, as a ``Copies``, and the arrays without values.
+        arrays: Arrays that it takes.
+    """
+    _materialize(lambda: Session(reach, (arrays,), {}, run), None, None, None)
 
 
 @contextlib.contextmanager
@@ -193,9 +187,9 @@ def _plan(session: Session, calling: bool = True) -> _lifecycle.Drawing:
     return _lifecycle.plan([(v.layer, v.values) for v in _waiting(session)], calling)
 
 
-def _finish(model: Any, session: Session, drawing: _lifecycle.Drawing) -> bool:
+def _finish(session: Session, drawing: _lifecycle.Drawing) -> bool:
     """Initialize the layers that a run reached; say whether there were any."""
-    paths = {id(node): path for path, node in _graph.nodes(model)}
+    paths = {id(node): path for path, node in session.nodes()}
     waiting = _waiting(session)
     with _lifecycle.prepared(drawing):
         for visit in waiting:

@@ -326,7 +326,7 @@ def settle(
         finish_class(layer)
 
 
-_UPDATING = "_lazymods__updating"
+_UPDATING = _compat.own_name("updating")
 
 
 def start_update(node: Any) -> None:

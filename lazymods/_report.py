@@ -20,8 +20,9 @@ from lazymods._graph import Path, dotted
 from lazymods._lifecycle import Drawing
 from lazymods._placeholder import show_shape
 from lazymods._recipe import PartialShape
-from lazymods._session import CallArguments, Session
-from lazymods._snapshot import Containers
+from lazymods._session import CallArguments, Session, hidden_nodes
+from lazymods.compile.copies import Copies
+from lazymods.compile.picture import Picture, held_by, input_of, with_inputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,9 +133,9 @@ class ShapeReport:
         """Whether every shape is known."""
         return all(row.size is not None for row in self.rows)
 
-    def of_finished(self, model: Any) -> ShapeReport:
-        """Return the report with the layers' present classes: those that are initialized are lazy no more."""
-        now = {dotted(path): node for path, node in _graph.nodes(model)}
+    def of_finished(self, nodes: list[tuple[Path, Any]]) -> ShapeReport:
+        """Return the report with the present classes of all layers: those that are initialized are lazy no more."""
+        now = {dotted(path): node for path, node in nodes}
         rows = []
         for row in self.rows:
             name = _hooks.unhooked_class(type(now[row.path])).__name__
@@ -239,19 +240,12 @@ def report_of(model: Any, session: Session | None, drawing: Drawing | None = Non
     """
     how, kernels = ({}, 0) if drawing is None else drawing.describe()
     visited = {id(v.layer): v for v in session.visits.values()} if session is not None else {}
-    known = model if session is None else session.finished
-    rows = []
+    rows, unreached = [], []
     seen: set[int] = set()
-    met: set[int] = set()
-    for path, node in _all_nodes(model, known, visited):
+    for path, node, sized in _layers(_parts(model, session), visited):
         lazy = _graph.is_lazy_node(node)
-        at = _graph.at(known, path)
-        if at is _graph.MISSING and any(id(_graph.at(model, path[:i])) in visited for i in range(len(path))):
-            continue  # the layer that holds it has none at these sizes
-        if at is not _graph.MISSING and id(at) in met:
-            continue  # at these sizes it is one with another
-        met.add(id(at))
-        parameters = _in_order(node, list(_own_parameters(node if at is _graph.MISSING else at, seen)))
+        unreached += [dotted(path)] if lazy and id(node) not in visited else []
+        parameters = _in_order(node, list(_own_parameters(sized, seen)))
         if lazy and how:
             inits = {e.name: how.get(id(e.value), "") for e in _graph.entries(node)}
             parameters = tuple(dataclasses.replace(p, init=inits.get(p.name, "")) for p in parameters)
@@ -270,13 +264,34 @@ def report_of(model: Any, session: Session | None, drawing: Drawing | None = Non
                 parameters=parameters,
             )
         )
-    unreached = tuple(dotted(p) for p, n in _ordered_nodes(model) if _graph.is_lazy_node(n) and id(n) not in visited)
     return ShapeReport(
         tuple(rows),
         session.output if session is not None else None,
-        unreached if session is not None else (),
+        tuple(unreached) if session is not None else (),
         kernels=kernels,
     )
+
+
+def _parts(model: Any, session: Session | None) -> list[tuple[Path, Any, Any]]:
+    """The model and what is hidden in it: the path, the object, and the same at the sizes found."""
+    if session is None:
+        hidden = hidden_nodes([model], Picture([model]))
+        return [((), model, model), *((path[1:], node, node) for path, node in hidden)]
+    return [((), model, session.finished), *((path, node, session.twin(node)) for path, node in session.hidden)]
+
+
+def _layers(parts: list[tuple[Path, Any, Any]], visited: Mapping[int, Any]) -> Iterator[tuple[Path, Any, Any]]:
+    """The nodes of all parts by path, and the same at the sizes found."""
+    met: set[int] = set()
+    for top, model, known in parts:
+        for path, node in _all_nodes(model, known, visited):
+            at = _graph.at(known, path)
+            if at is _graph.MISSING and any(id(_graph.at(model, path[:i])) in visited for i in range(len(path))):
+                continue  # the layer that holds it has none at these sizes
+            if at is not _graph.MISSING and id(at) in met:
+                continue  # at these sizes it is one with another
+            met.add(id(at))
+            yield (*top, *path), node, node if at is _graph.MISSING else at
 
 
 def _all_nodes(model: Any, known: Any, visited: Mapping[int, Any]) -> list[tuple[Path, Any]]:
@@ -366,22 +381,27 @@ def summary(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
 
 def _flops(session: Session, path: Path, args: Any, kwargs: Any) -> float | None:
     """Count the operations of one layer's call, lowered but not compiled."""
-    graphdef, state = session.ready
     arguments = CallArguments(args, kwargs)
-    modules, held = nnx.split(arguments.modules)
+    roots = [dict(session.nodes_of_finished())[path], *arguments.modules]
+    picture = Picture(roots)
+    places = [(node, key, held_by(node)[key]) for node, key in picture.slots]
+    held = [variable.get_raw_value() for variable in picture.variables]
+    held += [input_of(value) for _, _, value in places]
 
-    def call(state: Any, held: Any, given: dict[int, Any]) -> Any:
-        module = _graph.at(nnx.merge(graphdef, state), path)
-        a, k = arguments.put_together(given, nnx.merge(modules, held))
+    def call(held: list[Any], given: dict[int, Any]) -> Any:
+        copies, left = Copies(picture), iter(held)
+        for variable in picture.variables:
+            copies.give(variable, None, next(left))
+        for node, key, value in places:
+            copies.give(node, key, with_inputs(value, next(left)))
+        module, *modules = map(copies.of, roots)
+        a, k = arguments.put_together(given, modules)
         return jax.tree.leaves(module(*a, **k))
 
-    containers = Containers(session.roots)
     try:
-        return _count(jax.jit(call), state, jax.tree.map(_first_call.as_specs, held), arguments.arrays)
+        return _count(jax.jit(call), jax.tree.map(_first_call.as_specs, held), arguments.arrays)
     except Exception:  # the model's own run went well: the call alone can't be repeated outside of it
         return None
-    finally:
-        containers.restore()
 
 
 def _count(function: Any, *args: Any) -> float | None:

@@ -1,17 +1,18 @@
 """An abstract run of a model: which layer sees which shapes.
 
-A :class:`Session` copies the model into a trace and calls the copy there. Nothing is executed and the model
-itself is not touched. A lazy layer that is reached tells its sizes, and gets traced zeros in place of parameters,
-so that the run goes on. Layers that are first met inside a nested transform, as the cell of ``nnx.RNN`` in its
-scan, cannot change there: the run goes on as far as it can, and starts again with those initialized from the start.
+A :class:`Session` copies the model into a trace and calls the copy there. Nothing is executed and the model itself is
+not touched. It copies all that the call can reach, as ``lm.jit`` does: also layers that functions, partials, bound
+methods and plain objects hold, to which no attribute of Flax's leads. A lazy layer that is reached tells its sizes, and
+gets traced zeros in place of parameters, so that the run goes on. Layers that are first met inside a nested transform,
+as the cell of ``nnx.RNN`` in its scan, cannot change there: the run goes on as far as it can, and starts again with
+those initialized from the start.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -32,9 +33,10 @@ from lazymods._errors import (
 )
 from lazymods._graph import HOOKS, STATE, Path, dotted
 from lazymods._recipe import InitSource, Recipe, is_key
-from lazymods._snapshot import Containers
+from lazymods.compile.copies import Copies
+from lazymods.compile.picture import Picture
 
-INDEX = "_lazymods__index"
+INDEX = _compat.own_name("index")
 
 
 @dataclasses.dataclass
@@ -104,20 +106,37 @@ class Session:
         model: The model; it is left as it is.
         args: Arrays, specs and anything else that its call takes.
         kwargs: Keyword arguments.
+        run: What is run instead of the model's call: it gets the copies and the arguments. ``model`` is then a list of
+            what it reaches.
 
     Attributes:
+        hidden: nnx objects that the call can reach and that Flax does not see, by their path; not what is in those.
+        everything: The model, and what is hidden.
         visits: The lazy layers that were reached, in the order in which they were.
         calls: The first call of each module, in order.
         output: Shapes and dtypes of the output.
         finished: A copy of the model with every visited layer initialized, of values without a value.
     """
 
-    def __init__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run: Callable[..., Any] | None = None,
+    ) -> None:
         self.model = model
+        self._call_copy = run
         self.inputs = _first_call.as_specs((args, kwargs))
         self._arguments = CallArguments(*self.inputs)
         self.roots = [model, *self._arguments.modules]  # a call's arguments may be lazy as well
-        self.lazy = _graph.lazy_nodes(self.roots)
+        self._picture = Picture(self.roots)
+        hidden = hidden_nodes(self.roots, self._picture)
+        self.roots += [node for _, node in hidden]
+        self.hidden = [(path[1:], node) for path, node in hidden if path[0] == 0]
+        self.everything = [model, *(node for _, node in self.hidden)]
+        self._paths = [*((n,) for n in range(len(self.roots) - len(hidden))), *(path for path, _ in hidden)]
+        self.lazy = [((*self._paths[path[0]], *path[1:]), n) for path, n in _graph.lazy_nodes(self.roots)]
         self.visits: dict[int, Visit] = {}
         self.calls: dict[Path, Call] = {}
         self.output: Any = None
@@ -125,6 +144,7 @@ class Session:
         self._early: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         self._stack: list[Call] = []
         self._root: Any = None
+        self._copies: Any = None
 
     # ------------------------------------------------------------ running
 
@@ -156,28 +176,40 @@ class Session:
             _first_call.LOCAL.session = previous
 
     def _run(self) -> None:
-        graphdef, state = nnx.split(self.roots)
-
         def traced(given: dict[int, Any]) -> Any:
             self._root = _compat.weak(_compat.current_trace())
-            model, *copies = nnx.merge(graphdef, state, copy=True)
-            _fill_abstract([model, *copies])
-            _forget_keys([model, *copies])
-            self._prepare([model, *copies])
-            args, kwargs = self._arguments.put_together(given, copies)
-            output = self._call(model, args, kwargs)
-            _finish(model)
-            self.finished = model
+            copies = self._copies = Copies(self._picture)
+            variables = list(map(copies.of, self._picture.variables))
+            _fill_abstract(variables)
+            _forget_keys(variables)
+            self._prepare()
+            args, kwargs = self._arguments.put_together(given, list(map(copies.of, self._arguments.modules)))
+            output = self._call(copies.of(self.model), args, kwargs)
+            _finish(list(map(copies.of, self.roots)))
+            self.finished = copies.of(self.model)
             return _arrays_only(output)
 
-        containers = Containers(self.roots)  # the copy has those of the model
-        try:
-            self.output = _compat.abstract.call_abstractly(traced, self._arguments.arrays)
-        finally:
-            containers.restore()
+        self.output = _compat.abstract.call_abstractly(traced, self._arguments.arrays)
+
+    def twin(self, node: Any) -> Any:
+        """Return the copy of an nnx object in the last run."""
+        return self._copies.of(node)
+
+    def nodes(self) -> list[tuple[Path, Any]]:
+        """Return every nnx object of the model by its path, and those that are hidden by the one that they have."""
+        found = _graph.nodes(self.model)
+        return found + [((*top, *path), node) for top, held in self.hidden for path, node in _graph.nodes(held)]
+
+    def nodes_of_finished(self) -> list[tuple[Path, Any]]:
+        """Return the same of :attr:`finished`."""
+        found = _graph.nodes(self.finished)
+        hidden = [((*top, *path), n) for top, held in self.hidden for path, n in _graph.nodes(self.twin(held))]
+        return found + hidden
 
     def _call(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
+            if self._call_copy is not None:
+                return self._call_copy(self._copies, *args, **kwargs)
             return model(*args, **kwargs)
         except LazyError:
             raise
@@ -209,18 +241,18 @@ class Session:
             raise
 
     def _where(self) -> str:
-        path = self._stack[-1].path if self._stack else ()
-        return located(dotted(path), _own_name(_graph.at(self.model, path)))
+        call = self._stack[-1] if self._stack else None
+        return _own_name(self.model) if call is None else located(dotted(call.path), _own_name(call.module))
 
-    def _prepare(self, copies: list[Any]) -> None:
+    def _prepare(self) -> None:
         """Number the lazy layers of the copy, follow its calls, and initialize what must be from the start."""
-        for index, (path, _) in enumerate(self.lazy):
-            object.__setattr__(_graph.at(copies, path), INDEX, index)
-        for path, node in _graph.nodes(self.model):  # named as in the model: the copy sorts its attributes
+        for index, (_, node) in enumerate(self.lazy):
+            object.__setattr__(self.twin(node), INDEX, index)
+        for path, node in self.nodes() if self._call_copy is None else ():
             if isinstance(node, nnx.Module) and callable(node):
-                self._follow(_graph.at(copies[0], path), path)
+                self._follow(self.twin(node), path)
         for index, (args, kwargs) in self._early.items():
-            self.initialize(_graph.at(copies, self.lazy[index][0]), args, kwargs)
+            self.initialize(self.twin(self.lazy[index][1]), args, kwargs)
 
     def _follow(self, node: Any, path: Path) -> None:
         def enter(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -234,12 +266,6 @@ class Session:
 
         _hooks.register_forward_pre_hook(node, enter, prepend=True, with_kwargs=True)
         _hooks.register_forward_hook(node, leave)
-
-    @functools.cached_property
-    def ready(self) -> tuple[Any, Any]:
-        """GraphDef and state (shapes and dtypes) of the model with every visited layer initialized."""
-        graphdef, state = nnx.split(self.finished)
-        return graphdef, jax.tree.map(_first_call.as_specs, state)
 
     # ------------------------------------------------------------ lazy layers
 
@@ -322,14 +348,14 @@ def _is_slice(called: Any, node: Any) -> bool:
     return ranks(called) < ranks(node)
 
 
-def _finish(model: Any) -> None:
+def _finish(copies: list[Any]) -> None:
     """Let every layer that was initialized become its class."""
-    for _, node in list(_graph.nodes(model)):
+    for _, node in _graph.nodes(copies):
         vars(node).pop(INDEX, None)
         if HOOKS in vars(node):
             del vars(node)[HOOKS]
             _compat.set_class(node, _hooks.unhooked_class(type(node)))
-    for _, node in _graph.lazy_nodes(model):
+    for _, node in _graph.lazy_nodes(copies):
         if not _first_call.empty_slots(node):
             _lifecycle.settle(node, None)
 
@@ -355,26 +381,52 @@ def _is_module(value: Any) -> bool:
     return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
-def _fill_abstract(roots: list[Any]) -> None:
-    """Give traced zeros to the Variables of a model that nnx.eval_shape made abstract."""
-    for root in roots:
-        for variable in _graph.variables(root):
-            raw = variable.get_raw_value()
-            if isinstance(raw, jax.ShapeDtypeStruct):
-                if is_key(raw):
-                    variable.set_raw_value(jnp.broadcast_to(jax.random.key(0), raw.shape))
-                else:
-                    variable.set_raw_value(jax.lax.full(raw.shape, 0, raw.dtype))
+def _fill_abstract(variables: list[nnx.Variable[Any]]) -> None:
+    """Give traced zeros to Variables that nnx.eval_shape made abstract, and arrays of JAX to those that hold numpy's.
+
+    A program has arrays of JAX as well where a Variable holds one of numpy, which nobody can write a tracer to.
+    """
+    for variable in variables:
+        raw = variable.get_raw_value()
+        if isinstance(raw, jax.ShapeDtypeStruct):
+            if is_key(raw):
+                variable.set_raw_value(jnp.broadcast_to(jax.random.key(0), raw.shape))
+            else:
+                variable.set_raw_value(jax.lax.full(raw.shape, 0, raw.dtype))
+        elif isinstance(raw, np.ndarray):
+            with _compat.at_trace(_compat.eval_trace()):
+                array = jax.device_put(raw)
+            variable.set_raw_value(array)
 
 
-def _forget_keys(roots: list[Any]) -> None:
+def _forget_keys(variables: list[nnx.Variable[Any]]) -> None:
     """Let placeholders that were built under a transform carry no keys: nothing is drawn, and nnx.grad refuses them."""
-    for variable in _graph.variables(roots):
+    for variable in variables:
         if _graph.is_placeholder(variable) and not variable.recipe.is_static:
             recipe = variable.recipe
             source = InitSource(None) if isinstance(recipe.source, InitSource) else recipe.source
             marks = _compat.abstract.zeros(recipe.stacking.marks, np.float32)
             variable.set_raw_value(Recipe(source, *recipe.static()[1:], keys=(marks,)))
+
+
+def hidden_nodes(roots: list[Any], picture: Picture) -> list[tuple[Path, Any]]:
+    """Return the nnx objects that are reached from some roots, but by no attribute, item or pytree that Flax sees.
+
+    Args:
+        roots: Where to start.
+        picture: The picture of these roots.
+
+    Returns:
+        Each with its path: the number of the root, then attributes, names of variables in closures and the like. What
+        such an object holds itself is left out.
+    """
+    known = {id(node) for _, node in _graph.nodes(roots)}
+    found = []
+    for node, path in zip(picture.nodes, picture.places, strict=True):
+        if isinstance(node, nnx.Pytree) and id(node) not in known:
+            found.append((path, node))
+            known |= {id(inner) for _, inner in _graph.nodes(node)}
+    return found
 
 
 def _arrays_only(output: Any) -> Any:

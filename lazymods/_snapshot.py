@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import collections
-import sys
-import types
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
 import numpy as np
 
 from lazymods import _compat, _graph
-from lazymods._graph import ARRAY, NODE, OTHER, PYTREE, STATE, VARIABLE, kind_of
+from lazymods._graph import ARRAY, NODE, OTHER, STATE, VARIABLE, kind_of
 
 
 def refill(held: Any, contents: Any) -> None:
@@ -82,56 +79,3 @@ class Snapshot:
             refill(container, contents)
         for variable, cls, raw, metadata in self._variables:
             _compat.write_variable(variable, cls, raw, metadata)
-
-
-class Containers:
-    """What the plain lists, dicts, sets and objects below some nnx objects hold, which copies of those share.
-
-    A run of copies may write to them; :meth:`restore` undoes it, and leaves alone what was not written to.
-
-    Args:
-        roots: nnx objects, and containers of such.
-    """
-
-    def __init__(self, roots: Iterable[Any]) -> None:
-        self._before: list[tuple[Any, Any]] = []
-        seen: set[int] = set()
-        waiting = list(roots)
-        while waiting:
-            value = waiting.pop()
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            held = _held(value)
-            if held is not None:
-                copy_as = next((cls for cls in (dict, set) if isinstance(held, cls)), list)
-                self._before.append((held, copy_as(held)))
-            waiting += _parts(value, held)
-
-    def restore(self) -> None:
-        """Let all that was written to hold again what it held."""
-        for held, contents in self._before:
-            if not is_same(contents, held):
-                refill(held, contents)
-
-
-_CONTAINERS = (dict, list, set, collections.deque)
-_OF_LIBRARIES = sys.stdlib_module_names | {"jax", "jaxlib", "flax", "numpy", "optax", "lazymods", "orbax", "ml_dtypes"}
-
-
-def _held(value: Any) -> Any:
-    """Return the container that is a value, or the attributes of a plain object; None for anything else."""
-    if isinstance(value, _CONTAINERS):
-        return value
-    if kind_of(value) not in (OTHER, PYTREE) or callable(value):
-        return None
-    own = type(value).__module__.partition(".")[0] not in _OF_LIBRARIES or type(value) is types.SimpleNamespace
-    held = getattr(value, "__dict__", None) if own else None
-    return held if type(held) is dict else None
-
-
-def _parts(value: Any, held: Any) -> Iterable[Any]:
-    if held is not None:
-        return list(held.values()) if isinstance(held, dict) else list(held)
-    return [child for _, child in _graph.children(value) if kind_of(child) not in (VARIABLE, ARRAY)]
-

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from lazymods._compat.objects import names_of as names_of
     from lazymods._compat.objects import new_object as new_object
     from lazymods._compat.objects import new_state as new_state
+    from lazymods._compat.objects import own_name as own_name
     from lazymods._compat.objects import put_in_front as put_in_front
     from lazymods._compat.objects import set_attributes as set_attributes
     from lazymods._compat.objects import set_class as set_class
@@ -71,7 +72,8 @@ _FUNCTIONS = {
     "fast_traces": "at_trace current_trace executing",
     "initializers": "is_jax_initializer kept_when_compiled with_modules",
     "objects": "NODES STATE check_without data_names declared_names forget_data_name inherit_data_names is_pytree "
-    "laid_out_as mapping_of_names names_of new_object new_state put_in_front set_attributes set_class set_data_names "
+    "laid_out_as mapping_of_names names_of new_object new_state own_name put_in_front set_attributes set_class "
+    "set_data_names "
     "share_data_names",
     "placing": "device_put put",
     "traces": "are_concrete asked_for_gradient counted dtype_of eval_trace home_trace is_tracer plain_device "

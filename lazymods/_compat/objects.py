@@ -1,7 +1,8 @@
 """nnx objects: made without their constructors, of another class than they had, with other attributes.
 
 An nnx object keeps two things for flax among its attributes: ``STATE``, with the trace in which it was born, and
-``NODES``, which of its attributes are data. Their names and classes are found in an object that has nothing else.
+``NODES``, which of its attributes are data. Their names and classes are found in an object that has nothing else;
+what their names begin with (``_pytree__``) marks an attribute as no part of the model.
 Seen with flax 0.12.8, 0.12.10 and 0.12.12.
 """
 
@@ -36,8 +37,20 @@ try:
 except ValueError:
     raise AttributeError("flax.nnx objects hold other things than a state and the names of data") from None
 
+_OWN = STATE[: STATE.rfind("__") + 2]  # flax, nnx.Dict and nnx.bridge.ToNNX look past attributes that begin so
+if not _OWN or not NODES.startswith(_OWN):
+    raise AttributeError("flax.nnx has no prefix for the names of its own attributes")
+
 _new_state: Any = type(vars(_Blank())[STATE])
 _mapping: Any = type(vars(_Blank())[NODES])
+
+
+def own_name(name: str) -> str:
+    """Return the name for an attribute of nnx objects that is no part of the model to anybody.
+
+    ``nnx.bridge.ToNNX`` hands all others to linen as parameters, and ``nnx.Dict`` has all others for its items.
+    """
+    return f"{_OWN}lazymods_{name}"
 
 
 def new_state() -> Any:

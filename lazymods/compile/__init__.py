@@ -2,8 +2,9 @@
 
 How a call becomes a program, file by file: ``arguments`` and ``captures`` find the arrays and models, ``given`` the
 containers among the arguments; ``guards`` tells whether a model is as it was; ``binding`` lists the leaves; ``sizing``
-initializes what is lazy; ``copies`` copies what the function reaches, and ``trace`` runs it on the copies; ``records``
-notes what it did, and ``replay`` does it again; ``program`` compiles, ``paths`` and ``branching`` where Python decides;
+initializes what is lazy; ``reached`` tells what callables hold, ``picture`` numbers all that can change, ``copies``
+copies it, and ``trace`` runs the function on the copies; ``records`` notes what it did, and ``replay`` does it again;
+``program`` compiles, ``paths`` and ``branching`` where Python decides;
 ``launch`` starts what is compiled; ``before`` undoes a call in plain Python that fails; ``cache`` keeps; ``function``
 ties it together, and ``decorator`` is ``lm.jit`` itself.
 

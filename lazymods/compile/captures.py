@@ -15,8 +15,18 @@ from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lazymods.compile.attributes import slots_of
-from lazymods.compile.copies import MISSING, global_names, in_cell, is_library
-from lazymods.compile.picture import Reads, held_by, slot_shape
+from lazymods.compile.picture import Reads, slot_shape
+from lazymods.compile.reached import (
+    MISSING,
+    global_names,
+    held_by,
+    holds_model,
+    in_cell,
+    is_library,
+    is_looked_into,
+    parts_of,
+    parts_of_callable,
+)
 from lazymods.compile.tokens import Kind, Same, kind_of, token
 
 
@@ -192,7 +202,7 @@ class Captures:
                 tokens.append(token(value))
             else:
                 found = _Reader(reads)
-                if _holds_model(value, set(), 0):
+                if holds_model(value):
                     found.visit(value)
                     values.append(value)
                 else:
@@ -295,27 +305,6 @@ def _is_own(function: Any) -> bool:
     return not is_library(home)
 
 
-def _parts(value: Any, kind: Kind) -> Any:
-    if kind is Kind.METHOD:
-        return (value.__self__,)
-    if kind is Kind.PARTIAL:
-        return (value.func, value.args, value.keywords)
-    held = held_by(value, kind)
-    items = () if kind is Kind.SET else held.values() if isinstance(held, dict) else held
-    own = kind is not Kind.OBJECT and type(value).__dictoffset__  # the attributes of a container of the user's
-    return (*items, vars(value)) if own else items
-
-
-def _holds_model(value: Any, seen: set[int], depth: int) -> bool:
-    kind = kind_of(value)
-    if kind in (Kind.NODE, Kind.VARIABLE):
-        return True
-    if kind <= Kind.ARRAY or id(value) in seen or depth > 8:
-        return False
-    seen.add(id(value))
-    return any(_holds_model(v, seen, depth + 1) for v in list(_parts(value, kind)))
-
-
 class _Reader:
     """Reads a container down to the nnx objects in it, which have guards of their own."""
 
@@ -337,30 +326,39 @@ class _Reader:
         elif kind is Kind.VARIABLE:
             self.variables.append(value)
             self.tokens.append(Kind.VARIABLE)
-        elif kind <= Kind.ARRAY:
+        elif kind is Kind.ARRAY:
             self.tokens.append(token(value))
-            if kind is Kind.ARRAY:
-                self.arrays.append(value)
+            self.arrays.append(value)
+        elif kind is Kind.ATOM and not is_looked_into(value):
+            self.tokens.append(token(value))
         elif id(value) in self._seen:
             self.tokens.append(self._seen[id(value)])
         else:
             self._seen[id(value)] = len(self._seen)
-            parts, names = list(_parts(value, kind)), _names_in(value, kind)
-            if kind is Kind.OBJECT:
-                self.has_objects = True
-                read = None if self._reads is None else self._reads.of(type(value))
-                if read is not None:
-                    items = [(name, v) for name, v in held_by(value, kind).items() if name in read]
-                    names, parts = tuple(name for name, _ in items), [v for _, v in items]
-            self.tokens.append((type(value), names, len(parts)))
-            keys: Any = names if kind is Kind.OBJECT else value if kind is Kind.DICT else range(len(parts))
-            has_slots = kind in _WITH_SLOTS and not (kind is Kind.OBJECT and slots_of(type(value)))
-            for key, part in itertools.zip_longest(list(keys), parts):
-                if has_slots and _is_of_arrays(part):
-                    self.places.append((value, key))
-                    self.tokens.append(slot_shape(part))
-                else:
-                    self.visit(part)
+            self._visit_callable(value) if kind is Kind.ATOM else self._visit_container(value, kind)
+
+    def _visit_callable(self, value: Any) -> None:
+        self.tokens.append(Same(value))
+        for part in parts_of_callable(value):
+            self.visit(part) if holds_model(part) else self.tokens.append(Same(part))
+
+    def _visit_container(self, value: Any, kind: Kind) -> None:
+        parts, names = list(parts_of(value, kind)), _names_in(value, kind)
+        if kind is Kind.OBJECT:
+            self.has_objects = True
+            read = None if self._reads is None else self._reads.of(type(value))
+            if read is not None:
+                items = [(name, v) for name, v in held_by(value, kind).items() if name in read]
+                names, parts = tuple(name for name, _ in items), [v for _, v in items]
+        self.tokens.append((type(value), names, len(parts)))
+        keys: Any = names if kind is Kind.OBJECT else value if kind is Kind.DICT else range(len(parts))
+        has_slots = kind in _WITH_SLOTS and not (kind is Kind.OBJECT and slots_of(type(value)))
+        for key, part in itertools.zip_longest(list(keys), parts):
+            if has_slots and _is_of_arrays(part):
+                self.places.append((value, key))
+                self.tokens.append(slot_shape(part))
+            else:
+                self.visit(part)
 
 
 _WITH_SLOTS = (Kind.OBJECT, Kind.DICT, Kind.LIST, Kind.QUEUE)  # as in a Picture

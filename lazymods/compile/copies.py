@@ -15,7 +15,6 @@ import abc
 import contextlib
 import copy
 import functools
-import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -28,20 +27,10 @@ from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem
 from lazymods.compile.attributes import has_hidden_state, new_object, slots_of
 from lazymods.compile.picture import Picture, Reads, contents_of, held_by, put_item
+from lazymods.compile.reached import global_names, in_cell, is_jit, is_library, parts_of_callable
 from lazymods.compile.tokens import Kind, kind_of
 
-LIBRARIES = sys.stdlib_module_names | {
-    "jax", "jaxlib", "flax", "optax", "numpy", "lazymods", "orbax", "chex", "einops", "torch", "scipy", "sklearn",
-}  # fmt: skip
-
-MISSING = object()  # what is in a cell without a value
 _ORIGINAL = "_lazymods__original_class"
-_JITS: tuple[type, ...] = (type(jax.jit(lambda: None)), type(nnx.jit(lambda: None)))
-
-
-def is_library(name: str | None) -> bool:
-    """Whether a module, by its name, is a library's: its functions don't reach the user's models by name."""
-    return (name or "").partition(".")[0] in LIBRARIES
 
 
 def class_of(value: Any) -> type:
@@ -248,7 +237,7 @@ class Copies:
         """Make a function that reaches copied objects anew, over the copies."""
         if isinstance(value, types.FunctionType):
             return self._function(value)
-        if isinstance(value, _JITS) or getattr(type(value), "is_jit", False):
+        if is_jit(value):
             return self.of(value.__wrapped__)
         held = getattr(value, "__dict__", None)
         if held is None or has_hidden_state(type(value)):
@@ -358,40 +347,13 @@ def object_contents(thing: Any) -> Any:
     return held_by(thing, Kind.OBJECT)
 
 
-def in_cell(cell: Any) -> Any:
-    """Return what a cell holds; MISSING if the variable has no value."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
-
-
 def _reached(value: Any) -> Iterator[Any]:
-    """Yield what a callable reaches: cells, defaults, globals that it names, attributes."""
-    if isinstance(value, types.FunctionType):
-        yield from map(in_cell, value.__closure__ or ())
-        yield from value.__defaults__ or ()
-        yield from (value.__kwdefaults__ or {}).values()
-        if not is_library(value.__module__):
-            for name in global_names(value.__code__):
-                if name in value.__globals__:
-                    yield value.__globals__[name]
-        yield from vars(value).values()
-        return
-    if isinstance(value, _JITS) or getattr(type(value), "is_jit", False):
-        yield value.__wrapped__
-        return
-    held = getattr(value, "__dict__", None)
-    if isinstance(held, dict) and is_library(type(value).__module__):
-        yield from list(held.values())
-
-
-def global_names(code: types.CodeType) -> Iterator[str]:
-    """Yield the names that code, and code inside it, may look up; those of attributes are among them."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from global_names(constant)
+    """Yield what a callable reaches: what it holds, and the globals that it names."""
+    yield from parts_of_callable(value)
+    if isinstance(value, types.FunctionType) and not is_library(value.__module__):
+        for name in global_names(value.__code__):
+            if name in value.__globals__:
+                yield value.__globals__[name]
 
 
 class _Globals(dict[str, Any]):

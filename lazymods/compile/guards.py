@@ -10,7 +10,8 @@ model. Each call asks :meth:`Graph.read`, which is sound in two steps:
   written around Flax (``vars(module)[name] = ...``) and equals the one before, such as ``True`` in place of ``1``.
 - What a program changes besides values goes around Flax as well. After such a call no graph is taken to be right, and
   each is made anew when it is asked (``Watch.structures``).
-- Dicts, lists, sets and objects that are not Flax's are compared by identity each time.
+- Dicts, lists, sets and objects that are not Flax's are compared by identity each time, and so is what functions hold
+  that are looked into.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
 from lazymods.compile.attributes import Attributes
 from lazymods.compile.picture import Picture, held_by, input_of, slot_shape
+from lazymods.compile.reached import parts_of_callable
 from lazymods.compile.tokens import Kind, kind_of, token
 
 _numbers = itertools.count()
@@ -59,6 +61,7 @@ class Graph:
 
     __slots__ = (
         "__weakref__",
+        "_callables",
         "_classed",
         "_classes",
         "_copies",
@@ -115,7 +118,8 @@ class Graph:
             self._add(node, contents, id(node) in with_slots)
         self._ordered: list[Any] = picture.ordered
         self._orders = [list(n) for n in self._ordered]
-        self._has_containers = bool(self._ordered or self._free or self._odd)
+        self._callables = picture.callables
+        self._has_containers = bool(self._ordered or self._free or self._odd or self._callables)
         self._metadata = [_compat.raw_metadata(v).copy() for v in self.variables]
         self._variable_classes = list(map(type, self.variables))
         self.root = weakref.ref(root)
@@ -181,6 +185,7 @@ class Graph:
             list(map(list, self._ordered)) == self._orders
             and all(map(operator.is_, itertools.chain.from_iterable(self._free), self._free_values))
             and all(itertools.starmap(_is_as, self._odd))
+            and all(itertools.starmap(_still_holds, self._callables))
         )
 
     def _with_slots(self, root: Any, raws: list[Any]) -> list[Any] | None:
@@ -219,6 +224,11 @@ def _equals_itself_only(value: Any) -> bool:
 
 def _is_as(node: Any, contents: Any) -> bool:
     return _identical(held_by(node), contents)
+
+
+def _still_holds(value: Any, parts: list[Any]) -> bool:
+    now = parts_of_callable(value)
+    return len(now) == len(parts) and all(map(operator.is_, now, parts))
 
 
 def _identical(held: Any, copy: Any) -> bool:

@@ -20,8 +20,8 @@ from jax.core import Tracer
 
 from lazymods._errors import LazyError, Problem
 from lazymods._snapshot import refill
-from lazymods.compile.copies import is_library
 from lazymods.compile.picture import contents_of, held_by
+from lazymods.compile.reached import is_library
 from lazymods.compile.refusals import used_up
 from lazymods.compile.tokens import Kind, kind_of
 

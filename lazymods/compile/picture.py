@@ -6,7 +6,7 @@ values of arrays don't count. Tuples are part of what holds them.
 
 Arrays in nnx objects, plain objects, dicts and lists are in *slots*: they can be read and written there, and are inputs
 of a program. Those in a partial function, in the metadata of a Variable or in an object with ``__slots__`` are part of
-the structure, each by identity.
+the structure, each by identity. So is all that a function holds besides models and what holds those.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from flax import nnx
 from lazymods import _compat
 from lazymods._graph import STATE as LAZY
 from lazymods._recipe import Recipe
-from lazymods.compile.attributes import Attributes, has_hidden_state, slots_of
+from lazymods.compile.attributes import has_hidden_state, slots_of
+from lazymods.compile.reached import held_by, holds_model, is_looked_into, names_in_callable, parts_of_callable
 from lazymods.compile.tokens import Kind, Same, kind_of, token
 
 _HIDDEN = _compat.STATE  # flax's record of the trace in which an object was born
-_attributes = object.__getattribute__  # classes may answer for vars() themselves
 _WHOLE = "__dict__"  # whoever reads this reads everything
 
 
@@ -72,24 +72,28 @@ class Picture:
 
     Attributes:
         nodes: Everything that can change, in the order in which it was met; no object twice.
+        places: Where each node was met: the number of the root, then keys and names.
         contents: What each node held: a copy of its attributes or items.
         classes: The class of each node.
         variables: Every Variable once.
         slots: ``(node, key)`` of each place that holds an array, or a tuple with arrays inside.
         key: The structure, hashable.
         paths: Where each token of the key was met, for messages: a list beside ``tokens``.
+        callables: Each callable that was looked into, and what it holds, as ``parts_of_callable`` tells it.
         ordered: The dicts whose order matters; that of an ``nnx.State``, which sorts its keys, does not.
         lazy: Whether a layer or a parameter is uninitialized.
     """
 
     def __init__(self, roots: Iterable[Any], static: bool = False, reads: Reads | None = None) -> None:
         self.nodes: list[Any] = []
+        self.places: list[tuple[Any, ...]] = []
         self.contents: list[Any] = []
         self.classes: list[type] = []
         self.variables: list[Any] = []
         self.slots: list[tuple[Any, Any]] = []
         self.tokens: list[Any] = []
         self.paths: list[tuple[Any, ...]] = []
+        self.callables: list[tuple[Any, list[Any]]] = []
         self.ordered: list[Any] = []
         self.lazy = False
         self._in_state = 0
@@ -97,6 +101,7 @@ class Picture:
         self._reads = reads
         self._fixed = static  # whether an array is part of the structure
         self._numbers: dict[int, int] = {}
+        self._looked_into: set[int] = set()
         for number, root in enumerate(roots):
             self._visit(root, (number,))
         self.key: Hashable = tuple(self.tokens)
@@ -118,6 +123,8 @@ class Picture:
         kind = kind_of(value)
         if kind is Kind.ATOM:
             self._emit(token(value), path)
+            if is_looked_into(value):
+                self._visit_callable(value, path)
         elif kind is Kind.ARRAY:
             self._emit(self._array_token(value), path)
             return not self._fixed
@@ -127,7 +134,7 @@ class Picture:
             return any([self._visit(v, (*path, i)) for i, v in enumerate(value)])
         elif kind is Kind.METHOD:
             self._emit((Kind.METHOD, Same(value.__func__)), path)
-            self._visit_fixed([("__self__", value.__self__)], path)
+            self._visit_fixed([(name, getattr(value, name)) for name in ("__self__", "__func__")], path)
         elif kind is Kind.PARTIAL:
             self._emit(type(value), path)
             self._visit_fixed([(name, getattr(value, name)) for name in ("func", "args", "keywords")], path)
@@ -144,6 +151,18 @@ class Picture:
             return (np.ndarray, array.dtype, array.shape, array.tobytes())
         return token(array) if self._fixed else Kind.ARRAY
 
+    def _visit_callable(self, value: Any, path: tuple[Any, ...]) -> None:
+        if id(value) in self._looked_into:
+            return
+        self._looked_into.add(id(value))
+        parts = parts_of_callable(value)
+        self.callables.append((value, parts))
+        for name, part in zip(names_in_callable(value), parts, strict=True):
+            if holds_model(part):
+                self._visit_fixed([(name, part)], path)
+            else:
+                self._emit((name, Same(part)), path)
+
     def _visit_variable(self, variable: Any, path: tuple[Any, ...]) -> None:
         self._numbers[id(variable)] = len(self.variables)
         self.variables.append(variable)
@@ -156,6 +175,7 @@ class Picture:
     def _visit_node(self, node: Any, kind: Kind, path: tuple[Any, ...]) -> None:
         number = self._numbers[id(node)] = len(self.nodes)
         self.nodes.append(node)
+        self.places.append(path)
         self.classes.append(type(node))
         self.contents.append(contents_of(node, kind, self._reads))
         self._emit((type(node), len(self.contents[number])), path)
@@ -206,14 +226,6 @@ class Picture:
                 self._emit(tuple(value.items()), path)
             elif self._visit(value, (*path, key)):
                 self.slots.append((node, key))
-
-
-def held_by(node: Any, kind: Kind | None = None) -> Any:
-    """Return the dict, list, set or queue in which a node holds its contents."""
-    kind = kind_of(node) if kind is None else kind
-    if kind is Kind.OBJECT and slots_of(type(node)):
-        return Attributes(node)
-    return _attributes(node, "__dict__") if kind in (Kind.NODE, Kind.OBJECT) else node
 
 
 def put_item(held: Any, key: Any, value: Any) -> None:

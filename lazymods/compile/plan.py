@@ -45,7 +45,7 @@ class Plan:
             writes = {leaf_of[target]: out.number for target, out in self._record.writes if target in leaf_of}
             self._launch = Launcher(self.program, call.inputs + len(leaf_of), call.inputs, writes)
         order = [*range(call.inputs), *(call.places[call.inputs + program.at[t]] for t in program.takes)]
-        self.order = None if order == list(range(call.count)) else operator.itemgetter(*order, 0)
+        self.order = None if order == list(range(call.count)) else operator.itemgetter(*order, 0, 0)
         where = {place: number for number, place in enumerate(order)}
         self.impls = [(where[call.places[n]], impl) for n, impl in call.impls.items() if call.places[n] in where]
         self._moves = self.order is not None or bool(self.impls)
@@ -59,7 +59,7 @@ class Plan:
         """
         if self.order is not None:
             values = list(self.order(values))
-            values.pop()  # an itemgetter of one number would return no tuple
+            del values[-2:]  # an itemgetter of one number would return no tuple, and there may be no other
         if self.impls and not _compat_jit.unwrap_keys(values, self.impls):
             raise OtherSignatureError
         return values

@@ -18,6 +18,7 @@ import jax
 
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
+from lazymods._recipe import Recipe
 from lazymods.compile.copies import Copies, class_of, items_of, object_contents
 from lazymods.compile.given import Given, Orders, orders_of
 from lazymods.compile.picture import Picture, Reads, contents_of, held_by
@@ -349,7 +350,7 @@ class _Writer:
         """Describe a pytree of results or the value of a Variable."""
         if kind_of(value) is Kind.ARRAY:
             return self._output(value)
-        if kind_of(value) is Kind.ATOM and value is not None:
+        if kind_of(value) is Kind.ATOM and value is not None and not _has_keys(value):
             return self._part(value)
         if self._is_old(value):
             return self._part(value)
@@ -433,6 +434,10 @@ def _same_items(a: Any, b: Any) -> bool:
 def _same_metadata(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(_same_value(v, b[k]) for k, v in a.items())
 
+
+def _has_keys(value: Any) -> bool:
+    """Whether a value is the recipe of a placeholder that was made under a trace: its keys are arrays."""
+    return type(value) is Recipe and not value.is_static
 
 
 def has_objects(part: Any) -> bool:

@@ -12,8 +12,7 @@ from lazymods._optimizer import LazyOptimizer
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
 from lazymods.compile.copies import Copies
-from lazymods.compile.picture import Picture, held_by
-from lazymods.compile.tokens import Kind, kind_of
+from lazymods.compile.picture import Picture
 
 
 def has_optimizer(call: Binding) -> bool:
@@ -33,57 +32,29 @@ def size(function: Any, arguments: Arguments, call: Binding, attributes: Sequenc
     Raises:
         jax.errors.ConcretizationTypeError: Or another error of ``NOT_TRACEABLE``: it decides on the values of arrays.
     """
-    roots = [*call.roots, *call.loose]
-    picture = Picture(call.reach)
     updated: list[tuple[Any, Any]] = []
-    originals: dict[int, Any] = {}
+    found: list[tuple[Any, Any]] = []
 
-    def run(twins: Sequence[Any], arrays: Sequence[Any]) -> Any:
+    def run(copies: Copies, arrays: Sequence[Any]) -> Any:
         updated.clear()
-        known: dict[int, Any] = {}
-        for root, twin in zip(roots, twins, strict=True):
-            _pair(root, twin, known)
-        originals.clear()
-        originals.update({id(known[id(thing)]): thing for thing in picture.nodes if id(thing) in known})
-        copies = Copies(picture, None, known)
         for owner, name in attributes:
             copies.swap(owner, name)
         args, kwargs = arguments.rebuild(arrays, copies.of)
         with copies.swapped():
-            return copies.of(function)(*args, **kwargs)
+            out = copies.of(function)(*args, **kwargs)
+        found[:] = [(copies.original(optimizer), copies.original(model)) for optimizer, model in updated]
+        return out
 
     before, _graph.LOCAL.updated = _graph.LOCAL.updated, updated
     try:
-        initialize(run, (tuple(roots), list(arguments.arrays)), {})
+        initialize(list(call.reach), run, list(arguments.arrays))
     except ShapeInferenceError as error:
         if isinstance(error.__cause__, NOT_TRACEABLE):
             raise error.__cause__ from None
         raise
     finally:
         _graph.LOCAL.updated = before
-    for optimizer, model in updated:
-        optimizer, model = originals.get(id(optimizer)), originals.get(id(model))
-        if optimizer is not None and model is not None and _graph.is_lazy_node(optimizer):
+    known = set(map(id, Picture(call.reach).nodes))
+    for optimizer, model in found:
+        if id(optimizer) in known and id(model) in known and _graph.is_lazy_node(optimizer):
             optimizer.make_state(model)
-
-
-def _pair(value: Any, twin: Any, known: dict[int, Any]) -> None:
-    """Note which object of a copy stands for which of a model."""
-    kind = kind_of(value)
-    if value is twin or kind <= Kind.ARRAY or id(value) in known:
-        return
-    if kind is Kind.TUPLE:
-        for part, other in zip(value, twin, strict=True):
-            _pair(part, other, known)
-        return
-    if kind not in (Kind.NODE, Kind.VARIABLE, Kind.DICT, Kind.LIST):
-        return
-    known[id(value)] = twin
-    if kind is Kind.VARIABLE:
-        return
-    held, other = held_by(value, kind), held_by(twin, kind)
-    items = held.items() if isinstance(held, dict) else enumerate(held)
-    for key, part in items:
-        if isinstance(other, dict) and key not in other:
-            continue
-        _pair(part, other[key], known)

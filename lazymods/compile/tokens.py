@@ -83,7 +83,11 @@ _BUILTIN: dict[Kind, Any] = {
 }
 
 
-_WITHOUT_STATE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum, HashableMapping)
+JIT_OF_FLAX: type = type(nnx.jit(lambda: None))
+_WITHOUT_STATE = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType, enum.Enum, HashableMapping),
+    JIT_OF_FLAX,
+)
 
 
 _BUILTIN_VALUES = (int, float, complex, str, bytes, frozenset)  # also of a class of the user's: nobody can change one
