@@ -7,7 +7,6 @@ import mmap
 from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -17,6 +16,7 @@ from lazymods._graph import ARRAY, MAPPING, NODE, OTHER, PYTREE, SEQUENCE, VARIA
 from lazymods._hooks import hooks_of
 from lazymods._lifecycle import TRANSIENT, put
 from lazymods._recipe import is_key
+from lazymods.state.static_fields import static_leaves, structure_of, with_fields
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
 JSON = "json"  # the entry that holds what no array can, a text or a large number: "run_name.json"
@@ -153,7 +153,8 @@ def prefix_of(path: Path) -> str:
 def leaf_of(value: Any, path: Path) -> Any:
     """Return what a pytree holds at a path."""
     for key in path:
-        value = _graph.get_child(value, key)
+        child = _graph.get_child(value, key)
+        value = getattr(value, key) if child is _graph.MISSING else child  # a static field
     return value
 
 
@@ -167,7 +168,8 @@ def _replaced(tree: Any, values: Mapping[Path, Any]) -> Any:
     new = {k: _replaced(c, below[k]) if k in below else c for k, c in _graph.children(tree)}
     kind = kind_of(tree)
     if kind is PYTREE:
-        outer = jax.tree_util.tree_structure(tree, is_leaf=lambda x: x is not tree)
+        static = {k: _replaced(getattr(tree, k), below[k]) for k in below if k not in new}
+        outer = structure_of(with_fields(tree, static) if static else tree)
         return outer.unflatten([new[k] for k, _ in _graph.pytree_children(tree)])
     if kind is MAPPING and not isinstance(tree, MutableMapping):
         return type(tree)(new)
@@ -238,6 +240,9 @@ class _Walk:
             for key, child in _graph.children(value):
                 within = fixed or kind is PYTREE
                 self._value(at._replace(leaf=(*at.leaf, key)), child, (*path, key), plain, fixed=within)
+            if kind is PYTREE and plain:
+                for below, _ in static_leaves(value):
+                    self.found.append(at._replace(name=dotted((*path, *below)), leaf=(*at.leaf, *below)))
 
 
 def places(model: Any) -> list[Place]:

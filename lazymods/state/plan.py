@@ -19,8 +19,8 @@ from lazymods._recipe import Shape, is_key
 from lazymods._spec import REFUSALS, LayerSpec
 from lazymods._template import Template
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
-from lazymods.state.plain import as_number, is_number
-from lazymods.state.values import as_array, cast_problem, same_values
+from lazymods.state.plain import as_number
+from lazymods.state.values import as_array, cast_problem, is_number, same_values
 
 
 class Write(NamedTuple):

@@ -46,6 +46,16 @@ def is_storable(dtype: Any) -> bool:
     return dtype.isbuiltin == 2 and jnp.issubdtype(dtype, np.number)
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a number of Python's or numpy's, of exactly such a type: an enumeration's is none."""
+    return type(value) in (bool, int, float, complex) or (isinstance(value, np.generic) and is_storable(value.dtype))
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is what a JSON entry can hold."""
+    return type(value) in (str, bytes, int)
+
+
 def cast_problem(array: Any, dtype: Any) -> str | None:
     """Say why an array cannot be cast to a dtype, or return None."""
     source = array.dtype
