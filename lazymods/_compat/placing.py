@@ -1,6 +1,7 @@
 """Arrays of numpy on a device, for a fifth of the price of ``jax.device_put``, which is the other way.
 
-Private: ``jax._src.interpreters.pxla.batched_device_put`` and ``Sharding._device_assignment``. Seen with jax 0.10.2,
+Private: ``jax._src.interpreters.pxla.batched_device_put``, ``Sharding._device_assignment`` and
+``jax._src.config.explicit_device_put_scope``, which a ``jax.transfer_guard`` asks for. Seen with jax 0.10.2,
 0.11.2 and 0.12.0.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.config import explicit_device_put_scope
 from jax._src.interpreters.pxla import batched_device_put
 from jax.core import ShapedArray
 
@@ -35,9 +37,10 @@ def device_put(arrays: Sequence[np.ndarray[Any, Any]], device: Any) -> list[jax.
     sharding = jax.sharding.SingleDeviceSharding(device)
     avals: dict[Any, Any] = {}
     out = []
-    for array in arrays:
-        kind = (array.shape, array.dtype)
-        if kind not in avals:
-            avals[kind] = ShapedArray(array.shape, array.dtype)
-        out.append(put(avals[kind], sharding, array))
+    with explicit_device_put_scope():
+        for array in arrays:
+            kind = (array.shape, array.dtype)
+            if kind not in avals:
+                avals[kind] = ShapedArray(array.shape, array.dtype)
+            out.append(put(avals[kind], sharding, array))
     return out

@@ -28,7 +28,7 @@ from lazymods.state.files.stored import StoredTensor
 from lazymods.state.plain import decoded
 from lazymods.state.plan import Plan, Write, make_plan
 from lazymods.state.transfer import Incoming, transfer
-from lazymods.state.values import cast, is_weak, weakly_typed
+from lazymods.state.values import cast, is_weak, own, weakly_typed
 
 
 class _Lists(NamedTuple):
@@ -89,8 +89,9 @@ def load_state_dict(
 
     A lazy layer that gets all its parameters takes its sizes from them and becomes its class at once; nothing is
     initialized. One that gets some of them initializes the rest, if its sizes follow from those. Values go into
-    the Variables that are there, cast to their dtype, so optimizers and ties hold. All or nothing: if anything is
-    wrong, all of it is told and the model is as it was.
+    the Variables that are there, cast to their dtype, so optimizers and ties hold, and are copied: a step that donates
+    one of two models leaves the other alone. All or nothing: if anything is wrong, all of it is told and the model is
+    as it was.
 
     Args:
         model: An nnx module, or any nnx object.
@@ -141,6 +142,7 @@ class Origin(NamedTuple):
         advance: Called with the number of bytes whenever some have been copied.
         is_flax_file: Whether it is a file that was taken for one of Flax's names and layouts.
         weak: The names whose values are of weak type, although they are arrays of numpy.
+        warn: Called with the result; what it raises undoes the load, as a warning does that is an error.
     """
 
     name: str = "the state dict"
@@ -149,6 +151,7 @@ class Origin(NamedTuple):
     advance: Callable[[int], None] | None = None
     is_flax_file: bool = False
     weak: Collection[str] = frozenset()
+    warn: Callable[[LoadResult], None] | None = None
 
 
 TORCH_LEAVES = ("weight", "num_batches_tracked", "running_mean", "running_var", "in_proj_weight", "weight_ih_l0")
@@ -171,7 +174,7 @@ def load_entries(
         entries: Arrays by the model's names.
         strict: Whether missing and unexpected entries are errors.
         mismatched: ``"error"`` or ``"skip"``.
-        dtype: The dtype that floating-point parameters get; None: each its own.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
         origin: Where they come from; None: somebody's state dict.
         survey: The model, if it has been walked already.
     """
@@ -204,6 +207,8 @@ def load_entries(
             for node in reversed(after):  # children before parents
                 _hooks.run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
+            if origin.warn is not None:
+                origin.warn(result)
         except BaseException:
             if snapshot is not None:
                 snapshot.restore()
@@ -287,9 +292,12 @@ def _write(plan: Plan, origin: Origin) -> None:
     batch = [w for w in plan.writes.values() if _is_transferred(w)]
     arrays = transfer([_incoming(w, origin) for w in batch], origin.advance)
     on_device = {w.place.name: a for w, a in zip(batch, arrays, strict=True)}
+    shared = {name: w for name, w in plan.writes.items() if _is_shared(w, origin)}
+    copies = dict(zip(shared, own([w.value for w in shared.values()]), strict=True))
     parts: dict[tuple[Any, ...], tuple[Write, dict[Any, Any]]] = {}  # several may be parts of one tuple
     fills = []
-    for write in plan.writes.values():
+    for name, planned in plan.writes.items():
+        write = planned._replace(value=copies.get(name, planned.value))
         value = _new_value(write, on_device.get(write.place.name))
         if is_weak(write.current) and (write.place.name in origin.weak or is_weak(write.value)):
             value = weakly_typed(value)
@@ -321,6 +329,13 @@ def _write(plan: Plan, origin: Origin) -> None:
 def _is_transferred(write: Write) -> bool:
     """Whether an entry goes to the device as it lies in memory; numpy's 64 bits are not JAX's to cut."""
     return isinstance(write.value, np.ndarray) and write.dtype is not None and not isinstance(write.current, np.ndarray)
+
+
+def _is_shared(write: Write, origin: Origin) -> bool:
+    """Whether a value is somebody's array of JAX, which a model would hold as it is."""
+    is_array = isinstance(write.value, jax.Array) and not is_buffer(write.current)
+    is_kept = write.dtype is not None and is_array and write.value.dtype == write.dtype
+    return is_kept and id(write.value) not in origin.owned
 
 
 def _incoming(write: Write, origin: Origin) -> Incoming:

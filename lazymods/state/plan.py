@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 
 from lazymods import _compat, _graph, _held, _lifecycle, _structure
@@ -20,7 +21,7 @@ from lazymods._spec import REFUSALS, LayerSpec
 from lazymods._template import Template
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
 from lazymods.state.plain import as_number
-from lazymods.state.values import as_array, cast_problem, is_number, same_values
+from lazymods.state.values import as_array, cast_problem, is_number, own, same_values
 
 
 class Write(NamedTuple):
@@ -42,7 +43,7 @@ class Plan:
         survey: The model.
         given: What is to be written, by name.
         skip: Whether entries whose shape does not fit are left out.
-        dtype: The dtype that floating-point parameters get; None: each its own.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
 
     Attributes:
         lazy: The model's lazy layers, with their paths, children before parents.
@@ -83,12 +84,13 @@ class Plan:
         """Note that an entry cannot be written."""
         self.problems.append(Problem(self.where(place), got, needed, write))
 
-    def target_dtype(self, current: Any, stored: Any) -> Any:
-        """Return the dtype that a value gets in the place of another."""
-        dtype = _dtype_of(current)
+    def target_dtype(self, place: Place, stored: Any) -> Any:
+        """Return the dtype that a value gets in a place: only parameters get the one that was asked for."""
+        dtype = _dtype_of(place.value)
         if dtype is None:  # a raw array of any dtype: the one that JAX gives it
             dtype = jax.dtypes.canonicalize_dtype(stored)
-        return self.dtype if self.dtype is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
+        is_cast = self.dtype is not None and isinstance(place.owner, nnx.Param) and jnp.issubdtype(dtype, jnp.floating)
+        return self.dtype if is_cast else dtype
 
 
 def make_plan(survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: Any = None) -> Plan:
@@ -98,7 +100,7 @@ def make_plan(survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: An
         survey: The model.
         given: What is to be written, by name.
         skip: Whether to leave out what does not fit in shape.
-        dtype: The dtype that floating-point parameters get; None: each its own.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
     """
     plan = Plan(survey, given, skip=skip, dtype=dtype)
     used: set[str] = set()
@@ -179,7 +181,7 @@ def _check_entry(plan: Plan, place: Place, value: Any) -> None:
         needed = show_shape(shape) if shape is not None else "?"
         plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting")
         return
-    dtype = plan.target_dtype(current, array.dtype)
+    dtype = plan.target_dtype(place, array.dtype)
     reason = cast_problem(array, dtype)
     if reason is not None:
         plan.problem(place, describe(array), reason, f"{place.name} in a dtype that casts to {np.dtype(dtype).name}")
@@ -236,7 +238,7 @@ def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
     if array.shape != wanted:
         plan.mismatch(place, describe(array), f"shape {wanted}")
         return
-    key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl or named)
+    key = jax.random.wrap_key_data(*own([array]), impl=impl or named)
     if isinstance(current, jax.Array) and not isinstance(current, Tracer) and current.committed:
         key = jax.device_put(key, current.sharding)
     plan.writes[place.name] = Write(place, key, None, current)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -100,6 +101,17 @@ def _integer_problem(array: np.ndarray[Any, Any], dtype: Any) -> str | None:
     return None
 
 
+def own(arrays: Sequence[Any]) -> list[Any]:
+    """Return JAX arrays that share no memory with those given, which somebody may donate or write to."""
+    out = [np.array(a) if isinstance(a, np.ndarray) else a for a in arrays]
+    kept = {i for i, a in enumerate(out) if isinstance(a, Tracer)}
+    spread = {i for i, a in enumerate(out) if i not in kept and isinstance(a, jax.Array) and not a.is_fully_addressable}
+    here = [i for i in range(len(out)) if i not in kept | spread]
+    for i, copied in zip(here, jax.device_put([out[i] for i in here], may_alias=False), strict=True):
+        out[i] = copied
+    return [a.copy() if i in spread else a for i, a in enumerate(out)]
+
+
 def cast(array: jax.Array, dtype: Any, like: Any) -> jax.Array:
     """Return a JAX array of a dtype, placed as the array that it replaces is.
 
@@ -123,10 +135,11 @@ def is_weak(value: Any) -> bool:
 def weakly_typed(array: jax.Array) -> jax.Array:
     """Return an array of weak type, as Python's numbers make them; of a dtype that these do not have, as it is."""
     like = {"f": 0.0, "i": 0, "c": 0j}.get(array.dtype.kind)
-    weak = None if like is None else jnp.full(array.shape, like)
-    if weak is None or weak.dtype != array.dtype:
-        return array
-    out = weak.at[...].set(array)
+    with jax.transfer_guard("allow"):  # of this number, which nobody asked for
+        weak = None if like is None else jnp.full(array.shape, like)
+        if weak is None or weak.dtype != array.dtype:
+            return array
+        out = weak.at[...].set(array)
     placed = not isinstance(array, Tracer) and array.committed and out.sharding != array.sharding
     return jax.device_put(out, array.sharding) if placed else out
 
