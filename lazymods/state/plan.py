@@ -170,7 +170,9 @@ def _check_entry(plan: Plan, place: Place, value: Any) -> None:
     array = as_array(value)
     if array is None or is_deleted(array):
         got = f"a value of type {type(value).__name__}" if array is None else "an array that was deleted or donated"
-        plan.problem(place, got, "an array of numbers", f"jnp.asarray(...) for {place.name}")
+        odd = array is None and hasattr(value, "shape")  # such as a masked array, or a sparse tensor
+        line = "a plain array, with a number in each place," if odd else "jnp.asarray(...)"
+        plan.problem(place, got, "an array of numbers", f"{line} for {place.name}")
         return
     if isinstance(array, Tracer) and home_trace(plan.model) is not _compat.current_trace():
         got = f"{describe(array)}, a traced value of a transform that the model is outside of"

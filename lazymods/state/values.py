@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,19 +17,34 @@ from lazymods._placeholder import strongly_typed
 
 
 def as_array(value: Any) -> Any:
-    """Return an array (or number) as JAX or numpy takes it, or None if it is neither."""
+    """Return an array (or number) as JAX or numpy takes it, a tensor of PyTorch too, or None if it is neither."""
     if type(value) is np.ndarray and value.dtype.kind in "biufc":
         return value
     if isinstance(value, nnx.Variable):
         value = value.get_raw_value()
+    if isinstance(value, np.ma.MaskedArray):  # without its mask it is another array
+        return None
     if isinstance(value, (jax.Array, np.ndarray)):
         return value if _is_numeric(value) else None
     if isinstance(value, (bool, int, float, complex, np.generic)):
         return np.asarray(value)
     if hasattr(value, "shape") and hasattr(value, "__array__") and not isinstance(value, type):
-        array = np.asarray(value)
-        return array if _is_numeric(array) else None
+        array = _converted(value)
+        return array if array is not None and _is_numeric(array) else None
     return None
+
+
+def _converted(value: Any) -> np.ndarray[Any, Any] | None:
+    """Return what another library takes for an array; None if it has no such numbers, or does not hand them out."""
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and isinstance(value, torch.Tensor):
+            from lazymods.state.files import torch_file
+
+            return torch_file.array_of(value.cpu())
+        return np.asarray(value)
+    except Exception:  # as of a library that copies nothing from its device without being told
+        return None
 
 
 def _is_numeric(array: Any) -> bool:
