@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,12 +94,30 @@ def check_target(path: Path) -> None:
     Raises:
         CheckpointError: If it would be lost: another folder, also one with a checkpoint and other things in it.
     """
-    kind = replacing.kind_of(path)
-    if kind in ("nothing", "file"):
-        return
-    got = orbax.refuse_to_replace(path) if kind == "folder" else kind
-    if got is not None:
-        raise replacing.refuse_target(path, got)
+    while True:
+        before = _identity(path)
+        kind = replacing.kind_of(path)
+        try:
+            got = kind if kind not in ("nothing", "file", "folder") else None
+            got = orbax.refuse_to_replace(path) if kind == "folder" else got
+        except OSError:
+            if before == _identity(path):
+                raise
+            continue
+        if got is None:
+            return
+        if before == _identity(path):
+            raise replacing.refuse_target(path, got)
+        # another save has put its folder there meanwhile, and has removed what was looked at
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Return what differs once something else stands at a path, or what stands there has changed."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def begin_orbax(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Mapping[str, str]]) -> PendingSave:
@@ -114,6 +133,9 @@ def begin_orbax(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Mappi
     from lazymods._compat import values as _compat_values
 
     problems = []
+    if not arrays:
+        got, line = "nothing: the state has no array and no number", f"lm.save(model, '{printable(str(path))}.npz')"
+        problems.append(Problem(printable(path.name), got, "an array: Orbax stores no folder without one", line))
     for name, array in arrays.items():
         missing = _missing_in_orbax(name, array)
         if missing is not None:

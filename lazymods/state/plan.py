@@ -21,7 +21,7 @@ from lazymods._spec import REFUSALS, LayerSpec
 from lazymods._template import Template
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
 from lazymods.state.plain import as_number
-from lazymods.state.values import as_array, cast_problem, is_number, own, same_values
+from lazymods.state.values import as_array, cast_problem, is_deleted, is_number, own, same_values
 
 
 class Write(NamedTuple):
@@ -127,11 +127,6 @@ def make_plan(survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: An
     plan.missing.sort(key=order.__getitem__)
     plan.unexpected = [k for k in given if k not in used]
     return plan
-
-
-def is_deleted(array: Any) -> bool:
-    """Whether it is a JAX array that was deleted or donated."""
-    return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted()
 
 
 def _ties_agree(plan: Plan, found: list[Place], given: Mapping[str, Any]) -> bool:

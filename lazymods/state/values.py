@@ -73,6 +73,11 @@ def is_text(value: Any) -> bool:
     return type(value) in (str, bytes, int)
 
 
+def is_deleted(array: Any) -> bool:
+    """Whether it is a JAX array that was deleted or donated."""
+    return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted()
+
+
 def cast_problem(array: Any, dtype: Any) -> str | None:
     """Say why an array cannot be cast to a dtype, or return None."""
     source = array.dtype

@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
-from lazymods import _graph
+from lazymods import _compat, _graph
 from lazymods._errors import CheckpointError, Problem, UninitializedError, describe
 from lazymods._placeholder import SIZE_LINE
 from lazymods.state import plain, training
@@ -24,7 +25,7 @@ from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target
 from lazymods.state.replacing import check_file_target, replacing
 from lazymods.state.state_dict import state_dict
 from lazymods.state.transfer import ALIGNMENT
-from lazymods.state.values import is_weak
+from lazymods.state.values import is_deleted, is_weak
 
 Arrays = dict[str, Array]
 Notes = dict[str, dict[str, str]]  # ALIASES and WEAK, those that there are
@@ -54,9 +55,9 @@ def save(
 
     Raises:
         UninitializedError: If a parameter has no value yet.
-        CheckpointError: If a value cannot be held by the format, such as 4-bit integers, or by any, such as a function;
-            if something stands at the path that is neither a checkpoint nor a regular file; or if it cannot be written
-            (then it is an OSError too).
+        CheckpointError: If a value cannot be held by the format, such as 4-bit integers, or by any, such as a function,
+            a donated array or a traced value; if something stands at the path that is neither a checkpoint nor a
+            regular file; or if it cannot be written (then it is an OSError too).
         TypeError: If the model is neither an nnx object nor a dict or list.
         ValueError: If the suffix is none of these.
 
@@ -76,6 +77,7 @@ def save(
     _refuse_lazy(model)
     if include_rng is None:
         include_rng = training.is_training_state(model)
+    _refuse_without_values(model, target, include_rng=include_rng)
     values, aliases = _collect(model, target, include_rng=include_rng)
     weak = {name: v.dtype.name for name, v in values.items() if is_weak(v)}
     notes = {key: texts for key, texts in ((ALIASES, aliases), (WEAK, weak)) if texts}
@@ -99,6 +101,27 @@ def _refuse_lazy(model: Any) -> None:
             problems.append(Problem(f"{entry.name} ({type(entry.value).__name__})", got, needed, SIZE_LINE))
     if problems:
         raise UninitializedError(*problems, heading=f"{type(model).__name__} is not ready to be saved")
+
+
+def _refuse_without_values(model: Any, path: Path, *, include_rng: bool) -> None:
+    """Refuse arrays that JAX has deleted, and those that stand for values inside a transform."""
+    problems = []
+    for place in named_places(model).values():
+        value = place.value
+        if isinstance(value, Tracer):
+            value = _compat.values.known(value, "save")
+        if place.is_rng and not include_rng:
+            continue
+        if is_deleted(value):
+            got, line = "an array that was deleted or donated", "lm.save before the step that donates it"
+        elif isinstance(value, Tracer):
+            got, line = f"{describe(value)}, a traced value of a transform", "lm.save outside of the transform"
+        else:
+            continue
+        where = printable(f"{path.name}: {place.name}")
+        problems.append(Problem(where, got, "a value: a file holds values only", line))
+    if problems:
+        raise CheckpointError(*problems)
 
 
 def _collect(model: Any, path: Path, *, include_rng: bool) -> tuple[dict[str, Any], dict[str, str]]:
