@@ -259,13 +259,12 @@ def named_places(model: Any) -> dict[str, Place]:
         StateDictError: If two entries have one name, as those of an attribute ``a.b`` and of ``b`` in ``a``.
     """
     out: dict[str, Place] = {}
+    problems = []
     for place in places(model):
-        if place.name in out:
-            kinds = " and a ".join(type(p.owner).__name__ for p in (out[place.name], place))
-            raise StateDictError(
-                Problem(
-                    place.name, f"two entries of that name, a {kinds}", "one entry a name", "attributes without dots"
-                )
-            )
-        out[place.name] = place
+        other = out.setdefault(place.name, place)
+        if other is not place:
+            got = f"two entries of that name, a {type(other.owner).__name__} and a {type(place.owner).__name__}"
+            problems.append(Problem(place.name, got, "one entry a name", "attributes without dots"))
+    if problems:
+        raise StateDictError(*problems)
     return out

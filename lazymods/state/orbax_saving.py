@@ -124,25 +124,17 @@ def begin_orbax(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Mappi
     """Begin to write a folder; return when all values have been copied from the device.
 
     Raises:
-        CheckpointError: If Orbax cannot hold an array, such as one without elements; if something stands there that
-            would be lost; or if it cannot be written.
+        CheckpointError: If there is no array; if something stands there that would be lost; or if it cannot be written.
     """
     check_target(path)
     import orbax.checkpoint as ocp
 
     from lazymods._compat import values as _compat_values
 
-    problems = []
     if not arrays:
-        got, line = "nothing: the state has no array and no number", f"lm.save(model, '{printable(str(path))}.npz')"
-        problems.append(Problem(printable(path.name), got, "an array: Orbax stores no folder without one", line))
-    for name, array in arrays.items():
-        missing = _missing_in_orbax(name, array)
-        if missing is not None:
-            where, line = printable(f"{path.name}: {name}"), f"lm.save(model, '{printable(str(path))}.npz')"
-            problems.append(Problem(where, *missing, line))
-    if problems:
-        raise CheckpointError(*problems)
+        got = "nothing: the state has no array and no number"
+        needed = "an array: Orbax stores no folder without one"
+        raise CheckpointError(Problem(printable(path.name), got, needed, _as_npz(path)))
     known = {name: _compat_values.known(array, "save") for name, array in arrays.items()}
     tree = _nested(known | {key: texts_as_array(texts) for key, texts in notes.items()})
     room = None
@@ -194,6 +186,16 @@ def _told_by_the_first(token: str) -> str:
 
     raw = np.frombuffer(token.encode().ljust(replacing.TOKEN_LENGTH), np.uint8)
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(raw))).decode().strip()
+
+
+def orbax_problem(path: Path, name: str, array: Any) -> Problem | None:
+    """Say why Orbax cannot hold an array, such as one without elements, if so."""
+    missing = _missing_in_orbax(name, array)
+    return None if missing is None else Problem(printable(f"{path.name}: {name}"), *missing, _as_npz(path))
+
+
+def _as_npz(path: Path) -> str:
+    return f"lm.save(model, '{printable(str(path))}.npz')"
 
 
 def _missing_in_orbax(name: str, array: Any) -> tuple[str, str] | None:

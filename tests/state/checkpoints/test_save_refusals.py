@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
@@ -91,3 +92,23 @@ def test_a_save_looks_again_at_what_another_one_replaces(
     state = {"a": np.zeros(2)}
     lm.load(state, path)
     assert state["a"].tolist() == [7, 7] and len(looks) > 1
+
+
+@pytest.mark.parametrize(
+    ("suffix", "held"),
+    [
+        (".safetensors", {"c": np.ones(2, ml_dtypes.uint4), "__metadata__": np.ones(2)}),
+        (".npz", {"__dtypes__": np.ones(2), "n" * 70_000: np.ones(1)}),
+        ("", {"c": np.ones(2, ml_dtypes.uint4), "a..b": np.ones(2), "empty": np.ones(0)}),
+    ],
+)
+def test_all_that_is_wrong_is_told_at_once(suffix: str, held: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(lm.CheckpointError) as told:
+        lm.save({"good": 1, "call": print, **held}, tmp_path / f"s{suffix}")
+    assert len(told.value.problems) == 1 + len(held) and not list(tmp_path.iterdir())
+
+
+def test_all_names_that_meet_are_told_at_once() -> None:
+    with pytest.raises(lm.StateDictError) as told:
+        lm.state_dict({"a.b": 1, "a": {"b": 2}, "c.d": 3, "c": {"d": 4}})
+    assert [problem.where for problem in told.value.problems] == ["a.b", "c.d"]
