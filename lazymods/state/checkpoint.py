@@ -128,7 +128,7 @@ def load(
 
             origin = Origin(_called(file), sources, owned, advance, layout == "flax", weak, warn)
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
-            if not isinstance(model, nnx.Pytree):
+            if training.is_training_state(model):
                 result = training.load_entries(model, entries, **options)
             else:
                 result = load_entries(model, entries, survey=survey, **options)
