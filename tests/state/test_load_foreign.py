@@ -71,7 +71,7 @@ class Foreign:
         raise TypeError("not allowed")
 
 
-@pytest.mark.parametrize("odd", [np.ma.masked_array(NUMBERS, [[0, 1], [0, 0]]), Foreign()])
+@pytest.mark.parametrize("odd", [np.ma.masked_array(np.array(NUMBERS), np.eye(2, dtype=bool)), Foreign()])
 def test_what_would_lose_something_is_refused_by_name(odd: Any) -> None:
     with pytest.raises(lm.StateDictError, match=r"kernel \(Param\)\n.*type (MaskedArray|Foreign)\n"):
         _load(odd)

@@ -106,10 +106,10 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 def test_a_step_that_donates_leaves_a_model_alone_that_was_loaded_from_it() -> None:
-    online = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+    online: Any = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
     expected = np.array(online.layers[0].kernel[...])
     key = np.array(jax.random.key_data(online.layers[1].rngs.key[...]))
-    targets = [
+    targets: list[Any] = [
         nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(1)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))),
         nnx.Sequential(lm.LazyLinear(8, rngs=nnx.Rngs(1)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))),
     ]
@@ -117,7 +117,7 @@ def test_a_step_that_donates_leaves_a_model_alone_that_was_loaded_from_it() -> N
         lm.load_state_dict(target, lm.state_dict(online, include_rng=True))
 
     @lm.jit(donate_state=True)
-    def step(model: nnx.Sequential) -> None:
+    def step(model: Any) -> None:
         model.layers[0].kernel[...] = model.layers[0].kernel[...] + 1
         model.layers[1].rngs()
 

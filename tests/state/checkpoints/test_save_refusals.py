@@ -25,7 +25,8 @@ def _donate(array: Any) -> None:
 
 @each_format
 def test_donated_arrays_are_refused_by_names(suffix: str, tmp_path: Path) -> None:
-    model, key = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jax.random.key(0)
+    model: Any = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    key = jax.random.key(0)
     for array in (model.kernel.get_value(), model.bias.get_value(), key):
         _donate(array)
     with pytest.raises(lm.CheckpointError) as told:

@@ -16,12 +16,12 @@ from flax.training.train_state import TrainState
 
 import lazymods as lm
 
-static = functools.partial(flax.struct.field, pytree_node=False)
+static: Any = functools.partial(flax.struct.field, pytree_node=False)
 
 
 @flax.struct.dataclass
 class Run:
-    weight: jax.Array
+    weight: Any
     epoch: Any = static(default=0)
 
 

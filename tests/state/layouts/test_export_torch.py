@@ -214,7 +214,8 @@ def test_names_in_a_sequential_are_those_of_pytorch(tmp_path: Path) -> None:
     twin.load_state_dict({name: torch.from_numpy(value) for name, value in exported.items()})
     expected = twin(torch.from_numpy(x)).detach().numpy()
     np.testing.assert_allclose(model.layers[0](model.body(x)), expected, rtol=1e-5, atol=1e-6)
-    np.savez(tmp_path / "torch.npz", **exported)
+    lm.save(exported, tmp_path / "torch.npz")
+    other: Any
     for other in (Deep(1), Deep(1, lazy=True)):
         lm.load(other, tmp_path / "torch.npz", layout="torch")
         np.testing.assert_array_equal(other.body.layers[2].layers[0].kernel[...], exported["body.2.0.weight"].T)
