@@ -44,7 +44,8 @@ class Plain:
 
     @classmethod
     def tree_unflatten(cls, held: Any, children: Any) -> "Plain":
-        return cls(*children, held["epoch"])
+        [weight] = children
+        return cls(weight, held["epoch"])
 
 
 @jax.tree_util.register_static
