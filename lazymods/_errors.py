@@ -221,7 +221,10 @@ def describe(value: Any) -> str:
 
 def short_dtype(dtype: Any) -> str:
     """Shorten a dtype as a jaxpr does: ``float32`` to ``f32``, ``bfloat16`` to ``bf16``, ``int32`` to ``i32``."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
+    try:
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            return str(dtype)
+    except TypeError:  # of another library
         return str(dtype)
     name = np.dtype(dtype).name
     for long, short in _SHORT.items():

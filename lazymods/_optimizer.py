@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -54,6 +56,8 @@ class LazyOptimizer(nnx.Optimizer[Any]):
         self.tx = tx
         self.wrt = wrt
         object.__setattr__(self, STATE, LazyState())
+        with contextlib.suppress(TypeError):  # of a subclass that cannot be hashed
+            _MODELS[self] = weakref.ref(model)
 
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> Any:
         """Make the state if there is none yet, then update as ``nnx.Optimizer`` does.
@@ -123,6 +127,22 @@ class LazyOptimizer(nnx.Optimizer[Any]):
     def _graph_node_init(self, attributes: Iterable[tuple[Any, Any]]) -> None:
         super()._graph_node_init(attributes)
         _lifecycle.end_update(self)
+
+
+_MODELS: weakref.WeakKeyDictionary[LazyOptimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def model_of(optimizer: LazyOptimizer) -> Any:
+    """Return the model that an optimizer without a state was made for, if it is there and has its parameters now.
+
+    A copy of an optimizer was made for none: the model may have been copied with it.
+    """
+    try:
+        made_for = _MODELS.get(optimizer)
+    except TypeError:  # of a subclass that cannot be hashed
+        return None
+    model = None if made_for is None else made_for()
+    return None if model is None or _uninitialized(model, optimizer.wrt) else model
 
 
 def _make_sized(model: Any, wrt: Any) -> set[int]:

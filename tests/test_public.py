@@ -210,7 +210,10 @@ def test_private_attributes_of_jax_and_flax_are_used_in_one_file() -> None:
         private = {a for a in attributes if a.startswith("_") and not a.startswith("__")}
         if private and not name.startswith("_compat/"):
             used[name] = private
-    replacing = ("state/layouts/rule.py", "init/program.py", "lazytensor/reach.py", "state/entries.py")
+    replacing = (
+        *("state/layouts/rule.py", "init/program.py", "lazytensor/reach.py"),
+        *("state/entries.py", "state/load.py", "state/training.py"),
+    )
     of_named_tuples = {name: {"_replace"} for name in replacing}
     assert used == {"_factory.py": {"_getframe"}, "_graph.py": {"_getframe"}} | of_named_tuples  # and of sys
 

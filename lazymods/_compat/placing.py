@@ -1,6 +1,7 @@
 """Arrays of numpy on a device, for a fifth of the price of ``jax.device_put``, which is the other way.
 
-Private: ``jax._src.interpreters.pxla.batched_device_put`` and ``Sharding._device_assignment``. Seen with jax 0.10.2,
+Private: ``jax._src.interpreters.pxla.batched_device_put``, ``Sharding._device_assignment`` and
+``jax._src.config.explicit_device_put_scope``, which a ``jax.transfer_guard`` asks for. Seen with jax 0.10.2,
 0.11.2 and 0.12.0.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src.config import explicit_device_put_scope
 from jax._src.interpreters.pxla import batched_device_put
 from jax.core import ShapedArray
 
@@ -36,10 +38,11 @@ def device_put(arrays: Sequence[np.ndarray[Any, Any]], device: Any) -> list[jax.
     devices = sharding._device_assignment
     avals: dict[Any, Any] = {}
     out = []
-    for array in arrays:
-        kind = (array.shape, array.dtype)
-        aval = avals.get(kind)
-        if aval is None:
-            aval = avals[kind] = ShapedArray(*kind)
-        out.append(batched_device_put(aval, sharding, [array], devices, committed=False))
+    with explicit_device_put_scope():
+        for array in arrays:
+            kind = (array.shape, array.dtype)
+            aval = avals.get(kind)
+            if aval is None:
+                aval = avals[kind] = ShapedArray(*kind)
+            out.append(batched_device_put(aval, sharding, [array], devices, committed=False))
     return out

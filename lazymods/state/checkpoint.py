@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import warnings
@@ -67,7 +68,8 @@ def load(
             the Linear's path: PyTorch flattens channels first.
         strict: Whether missing and unexpected entries are errors.
         mismatched: ``"error"``, or ``"skip"`` to leave out entries whose shape does not fit, and list them.
-        dtype: The dtype that the floating-point parameters get that are loaded; None: each keeps its own.
+        dtype: The dtype that the floating-point parameters (``nnx.Param``) get that are loaded; None: each keeps its
+            own, as statistics, an optimizer's moments and raw arrays do.
         progress: Show a progress bar on stderr; None: on a terminal, for long loads.
 
     Returns:
@@ -117,7 +119,14 @@ def load(
         with progress_bar(progress, f"loading {printable(file.path.name)}", total) as advance:
             owned = {id(value) for value in entries.values()}
             weak = {new for new, old in sources.items() if any(file.aliases.get(n, n) in file.weak for n in old)}
-            origin = Origin(_called(file), sources, owned, advance, layout == "flax", weak)
+
+            def warn(result: LoadResult) -> None:
+                if not result.matched and entries and survey.places:
+                    _warn_of_nothing(result, file)
+                if layout == "flax":
+                    _warn_of_untied(survey.places, file, sources)
+
+            origin = Origin(_called(file), sources, owned, advance, layout == "flax", weak, warn)
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if is_training_state(model):
                 from lazymods.state import training  # with the optimizers, which many loads do without
@@ -125,10 +134,6 @@ def load(
                 result = training.load_entries(model, entries, **options)
             else:
                 result = load_entries(model, entries, survey=survey, **options)
-        if not result.matched and entries and survey.places:
-            _warn_of_nothing(result, file)
-        if layout == "flax":
-            _warn_of_untied(survey.places, file, sources)
     return result
 
 
@@ -217,6 +222,14 @@ def _is_spread(value: np.ndarray[Any, Any]) -> bool:
     return value.size > 1 and not any(value.strides)
 
 
+def _warn(text: str) -> None:
+    """Warn at the line that called :func:`load`."""
+    frame, level = inspect.currentframe(), 1
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "lazymods":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, stacklevel=level)
+
+
 _SCALE = r"(?i)scale|zero_?point|absmax|quant_state"
 
 
@@ -239,13 +252,13 @@ def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], 
         what = "hold numbers of 8 bits or less, as quantized weights do, and are loaded without scales"
         left = f"; the file has {printable(', '.join(scales[:3]))}" if scales else ""
         text = f"{printable(file.path.name)}: {printable(shown)} {what}{left}"
-        warnings.warn(text, stacklevel=3)
+        _warn(text)
 
 
 def _warn_of_nothing(result: LoadResult, file: Checkpoint) -> None:
     cause = cause_of(result.missing, result.unexpected)
     why = f": {cause[0]}; write {cause[1]}" if cause else ""
-    warnings.warn(f"{printable(file.path.name)}: nothing was loaded, no name fits the model{why}", stacklevel=3)
+    _warn(f"{printable(file.path.name)}: nothing was loaded, no name fits the model{why}")
 
 
 def _is_wider_float(value: Any) -> bool:
@@ -266,4 +279,4 @@ def _warn_of_untied(places: Mapping[str, Place], file: Checkpoint, sources: Mapp
         more = f" and {len(apart) - 3} more pairs" if len(apart) > 3 else ""
         told = f"{file.path.name}: {shown}{more} are one parameter in the file and two in the model"
         text = f"{told}; both are filled, and will train apart. To tie them: model.{apart[0][0]} = model.{apart[0][1]}"
-        warnings.warn(text, stacklevel=3)
+        _warn(text)

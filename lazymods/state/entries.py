@@ -7,7 +7,6 @@ import mmap
 from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from flax import nnx
 
@@ -17,6 +16,7 @@ from lazymods._graph import ARRAY, MAPPING, NODE, OTHER, PYTREE, SEQUENCE, VARIA
 from lazymods._hooked import hooks_of
 from lazymods._lifecycle import TRANSIENT, put
 from lazymods._recipe import is_key
+from lazymods.state.static_fields import static_leaves, structure_of, with_fields
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
 JSON = "json"  # the entry that holds what no array can, a text or a large number: "run_name.json"
@@ -141,8 +141,9 @@ class Survey:
 
 
 def is_training_state(model: Any) -> bool:
-    """Whether what is saved or loaded is a dict of things rather than one of them."""
-    return kind_of(model) is not NODE  # nnx.Dict is a module
+    """Whether what is saved or loaded is a dict of things rather than one of them; or an optimizer without a state."""
+    is_lazy_optimizer = isinstance(model, nnx.Optimizer) and _graph.is_lazy_node(model)
+    return kind_of(model) is not NODE or is_lazy_optimizer  # nnx.Dict is a module
 
 
 def home_trace(model: Any) -> Any:
@@ -158,7 +159,8 @@ def prefix_of(path: Path) -> str:
 def leaf_of(value: Any, path: Path) -> Any:
     """Return what a pytree holds at a path."""
     for key in path:
-        value = _graph.get_child(value, key)
+        child = _graph.get_child(value, key)
+        value = getattr(value, key) if child is _graph.MISSING else child  # a static field
     return value
 
 
@@ -172,7 +174,8 @@ def _replaced(tree: Any, values: Mapping[Path, Any]) -> Any:
     new = {k: _replaced(c, below[k]) if k in below else c for k, c in _graph.children(tree)}
     kind = kind_of(tree)
     if kind is PYTREE:
-        outer = jax.tree_util.tree_structure(tree, is_leaf=lambda x: x is not tree)
+        static = {k: _replaced(getattr(tree, k), below[k]) for k in below if k not in new}
+        outer = structure_of(with_fields(tree, static) if static else tree)
         return outer.unflatten([new[k] for k, _ in _graph.pytree_children(tree)])
     if kind is MAPPING and not isinstance(tree, MutableMapping):
         return type(tree)(new)
@@ -243,6 +246,9 @@ class _Walk:
             for key, child in _graph.children(value):
                 within = fixed or kind is PYTREE
                 self._value(at._replace(leaf=(*at.leaf, key)), child, (*path, key), plain, fixed=within)
+            if kind is PYTREE and plain:
+                for below, _ in static_leaves(value):
+                    self.found.append(at._replace(name=dotted((*path, *below)), leaf=(*at.leaf, *below)))
 
 
 def places(model: Any) -> list[Place]:
@@ -259,13 +265,12 @@ def named_places(model: Any) -> dict[str, Place]:
         StateDictError: If two entries have one name, as those of an attribute ``a.b`` and of ``b`` in ``a``.
     """
     out: dict[str, Place] = {}
+    problems = []
     for place in places(model):
-        if place.name in out:
-            kinds = " and a ".join(type(p.owner).__name__ for p in (out[place.name], place))
-            raise StateDictError(
-                Problem(
-                    place.name, f"two entries of that name, a {kinds}", "one entry a name", "attributes without dots"
-                )
-            )
-        out[place.name] = place
+        other = out.setdefault(place.name, place)
+        if other is not place:
+            got = f"two entries of that name, a {type(other.owner).__name__} and a {type(place.owner).__name__}"
+            problems.append(Problem(place.name, got, "one entry a name", "attributes without dots"))
+    if problems:
+        raise StateDictError(*problems)
     return out

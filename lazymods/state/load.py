@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from lazymods import _compat, _graph, _held, _lifecycle, _structure
+from lazymods._blueprint import Blueprint
 from lazymods._error_lists import cause_of
 from lazymods._errors import (
     LazyError,
@@ -30,7 +31,7 @@ from lazymods.state.files.stored import StoredTensor, Unread
 from lazymods.state.plain import decoded
 from lazymods.state.plan import Plan, Write, make_plan
 from lazymods.state.transfer import Incoming, transfer
-from lazymods.state.values import cast, is_weak, weakly_typed
+from lazymods.state.values import cast, is_weak, own, weakly_typed
 
 
 class _Lists(NamedTuple):
@@ -91,8 +92,9 @@ def load_state_dict(
 
     A lazy layer that gets all its parameters takes its sizes from them and becomes its class at once; nothing is
     initialized. One that gets some of them initializes the rest, if its sizes follow from those. Values go into
-    the Variables that are there, cast to their dtype, so optimizers and ties hold. All or nothing: if anything is
-    wrong, all of it is told and the model is as it was.
+    the Variables that are there, cast to their dtype, so optimizers and ties hold, and are copied: a step that donates
+    one of two models leaves the other alone. All or nothing: if anything is wrong, all of it is told and the model is
+    as it was.
 
     Args:
         model: An nnx module, or any nnx object.
@@ -143,6 +145,7 @@ class Origin(NamedTuple):
         advance: Called with the number of bytes whenever some have been copied.
         is_flax_file: Whether it is a file that was taken for one of Flax's names and layouts.
         weak: The names whose values are of weak type, although they are arrays of numpy.
+        warn: Called with the result; what it raises undoes the load, as a warning does that is an error.
     """
 
     name: str = "the state dict"
@@ -151,6 +154,7 @@ class Origin(NamedTuple):
     advance: Callable[[int], None] | None = None
     is_flax_file: bool = False
     weak: Collection[str] = frozenset()
+    warn: Callable[[LoadResult], None] | None = None
 
 
 TORCH_LEAVES = ("weight", "num_batches_tracked", "running_mean", "running_var", "in_proj_weight", "weight_ih_l0")
@@ -173,7 +177,7 @@ def load_entries(
         entries: Arrays by the model's names.
         strict: Whether missing and unexpected entries are errors.
         mismatched: ``"error"`` or ``"skip"``.
-        dtype: The dtype that floating-point parameters get; None: each its own.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
         origin: Where they come from; None: somebody's state dict.
         survey: The model, if it has been walked already.
     """
@@ -191,14 +195,7 @@ def load_entries(
         snapshot = Snapshot(model) if plan.grown or fitted else None
         try:
             if plan.grown or fitted:  # layers that hold more at the sizes of their entries than what was known
-                tried = {id(layer) for layer, _ in fitted}
-                grown = [(layer, b) for layer, b in plan.grown if id(layer) not in tried] + fitted
-                for layer, blueprint in [*grown, *plan.sized]:  # what is new in one depends on the others' draws
-                    _lifecycle.note_draws(layer, blueprint, roots=model, strict=False)
-                for layer, blueprint in grown:
-                    _structure.conform(layer, blueprint)
-                for layer, blueprint in fitted:
-                    _structure.set_shapes(layer, blueprint)
+                _grow(plan, fitted)
                 survey = Survey(model)
                 given = {n: _read(v) if n in survey.places else v for n, v in given.items()}
                 entries = decoded(given, survey.places)
@@ -214,11 +211,26 @@ def load_entries(
             for node in reversed(after):  # children before parents
                 run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
+            if origin.warn is not None:
+                origin.warn(result)
         except BaseException:
             if snapshot is not None:
                 snapshot.restore()
             raise
     return result
+
+
+def _grow(plan: Plan, fitted: Sequence[tuple[Any, Blueprint]]) -> None:
+    """Give layers what they hold at the sizes of their entries only, and those that were found by trial their shapes."""
+    tried = {id(layer) for layer, _ in fitted}
+    grown = [(layer, blueprint) for layer, blueprint in plan.grown if id(layer) not in tried]
+    grown += fitted
+    for layer, blueprint in [*grown, *plan.sized]:  # what is new in one depends on the others' draws
+        _lifecycle.note_draws(layer, blueprint, roots=plan.model, strict=False)
+    for layer, blueprint in grown:
+        _structure.conform(layer, blueprint)
+    for layer, blueprint in fitted:
+        _structure.set_shapes(layer, blueprint)
 
 
 def _read(value: Any) -> Any:
@@ -325,8 +337,11 @@ def _write_values(writes: Collection[Write], origin: Origin) -> None:
     on_device = {w.place.name: a for w, a in zip(batch, arrays, strict=True)}
     made: list[tuple[Write, Any]] = []
     parts: dict[tuple[Any, ...], tuple[Write, dict[Any, Any]]] = {}  # several may be parts of one tuple
+    shared = [w for w in writes if _is_shared(w, origin)]
+    copies = dict(zip((w.place.name for w in shared), own([w.value for w in shared]), strict=True))
     fills = []
-    for write in writes:
+    for planned in writes:
+        write = planned._replace(value=copies.get(planned.place.name, planned.value))
         value = _new_value(write, on_device.get(write.place.name), origin)
         if is_buffer(write.current):
             fills.append((write.current, value))
@@ -345,6 +360,13 @@ def _write_values(writes: Collection[Write], origin: Origin) -> None:
 def _is_transferred(write: Write) -> bool:
     """Whether an entry goes to the device as it lies in memory; numpy's 64 bits are not JAX's to cut."""
     return isinstance(write.value, np.ndarray) and write.dtype is not None and not isinstance(write.current, np.ndarray)
+
+
+def _is_shared(write: Write, origin: Origin) -> bool:
+    """Whether a value is somebody's array of JAX, which a model would hold as it is."""
+    is_array = isinstance(write.value, jax.Array) and not is_buffer(write.current)
+    is_kept = write.dtype is not None and is_array and write.value.dtype == write.dtype
+    return is_kept and id(write.value) not in origin.owned
 
 
 def _incoming(write: Write, origin: Origin) -> Incoming:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -93,34 +94,47 @@ def check_target(path: Path) -> None:
     Raises:
         CheckpointError: If it would be lost: another folder, also one with a checkpoint and other things in it.
     """
-    kind = replacing.kind_of(path)
-    if kind in ("nothing", "file"):
-        return
-    got = orbax.refuse_to_replace(path) if kind == "folder" else kind
-    if got is not None:
-        raise replacing.refuse_target(path, got)
+    while True:
+        before = _identity(path)
+        kind = replacing.kind_of(path)
+        try:
+            got = kind if kind not in ("nothing", "file", "folder") else None
+            got = orbax.refuse_to_replace(path) if kind == "folder" else got
+        except OSError:
+            if before == _identity(path):
+                raise
+            continue
+        if got is None:
+            return
+        if before == _identity(path):
+            raise replacing.refuse_target(path, got)
+        # another save has put its folder there meanwhile, and has removed what was looked at
+
+
+def _identity(path: Path) -> tuple[int, ...] | None:
+    """Return what differs once something else stands at a path, or what stands there has changed."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_ctime_ns
 
 
 def begin_orbax(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Mapping[str, str]]) -> PendingSave:
     """Begin to write a folder; return when all values have been copied from the device.
 
     Raises:
-        CheckpointError: If Orbax cannot hold an array, such as one without elements; if something stands there that
-            would be lost; or if it cannot be written.
+        CheckpointError: If there is no array; if something stands there that would be lost; or if it cannot be written.
     """
     check_target(path)
     import orbax.checkpoint as ocp
 
     from lazymods._compat import values as _compat_values
 
-    problems = []
-    for name, array in arrays.items():
-        missing = _missing_in_orbax(name, array)
-        if missing is not None:
-            where, line = printable(f"{path.name}: {name}"), f"lm.save(model, '{printable(str(path))}.npz')"
-            problems.append(Problem(where, *missing, line))
-    if problems:
-        raise CheckpointError(*problems)
+    if not arrays:
+        got = "nothing: the state has no array and no number"
+        needed = "an array: Orbax stores no folder without one"
+        raise CheckpointError(Problem(printable(path.name), got, needed, _as_npz(path)))
     known = {name: _compat_values.known(array, "save") for name, array in arrays.items()}
     tree = _nested(known | {key: texts_as_array(texts) for key, texts in notes.items()})
     room = None
@@ -172,6 +186,16 @@ def _told_by_the_first(token: str) -> str:
 
     raw = np.frombuffer(token.encode().ljust(replacing.TOKEN_LENGTH), np.uint8)
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(raw))).decode().strip()
+
+
+def orbax_problem(path: Path, name: str, array: Any) -> Problem | None:
+    """Say why Orbax cannot hold an array, such as one without elements, if so."""
+    missing = _missing_in_orbax(name, array)
+    return None if missing is None else Problem(printable(f"{path.name}: {name}"), *missing, _as_npz(path))
+
+
+def _as_npz(path: Path) -> str:
+    return f"lm.save(model, '{printable(str(path))}.npz')"
 
 
 def _missing_in_orbax(name: str, array: Any) -> tuple[str, str] | None:

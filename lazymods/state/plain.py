@@ -15,22 +15,12 @@ import numpy as np
 
 from lazymods._graph import ARRAY, kind_of
 from lazymods.state.entries import JSON, Place, base_name
-from lazymods.state.values import as_array, is_storable
+from lazymods.state.values import as_array, is_number, is_storable, is_text
 
 Array = np.ndarray[Any, Any]
 
 _KINDS = {bool: "b", int: "iu", float: "f", complex: "c"}
 _LONG = np.iinfo(np.int64)
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a number of Python's or numpy's, of exactly such a type: an enumeration's is none."""
-    return type(value) in _KINDS or (isinstance(value, np.generic) and is_storable(value.dtype))
-
-
-def is_text(value: Any) -> bool:
-    """Whether it is what a JSON entry can hold."""
-    return type(value) in (str, bytes, int)
 
 
 def stored(name: str, value: Any) -> tuple[str, Any] | None:

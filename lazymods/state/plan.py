@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 
 from lazymods import _compat, _graph, _held, _lifecycle, _structure
@@ -19,8 +20,8 @@ from lazymods._recipe import Shape, is_key
 from lazymods._spec import REFUSALS, LayerSpec
 from lazymods._template import Template
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
-from lazymods.state.plain import as_number, is_number
-from lazymods.state.values import as_array, cast_problem, same_values
+from lazymods.state.plain import as_number
+from lazymods.state.values import as_array, cast_problem, is_deleted, is_number, own, same_values
 
 
 class Write(NamedTuple):
@@ -42,7 +43,7 @@ class Plan:
         survey: The model.
         given: What is to be written, by name.
         skip: Whether entries whose shape does not fit are left out.
-        dtype: The dtype that floating-point parameters get; None: each its own.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
 
     Attributes:
         lazy: The model's lazy layers, with their paths, children before parents.
@@ -83,12 +84,13 @@ class Plan:
         """Note that an entry cannot be written."""
         self.problems.append(Problem(self.where(place), got, needed, write))
 
-    def target_dtype(self, current: Any, stored: Any) -> Any:
-        """Return the dtype that a value gets in the place of another."""
-        dtype = _dtype_of(current)
+    def target_dtype(self, place: Place, stored: Any) -> Any:
+        """Return the dtype that a value gets in a place: only parameters get the one that was asked for."""
+        dtype = _dtype_of(place.value)
         if dtype is None:  # a raw array of any dtype: the one that JAX gives it
             dtype = jax.dtypes.canonicalize_dtype(stored)
-        return self.dtype if self.dtype is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
+        is_cast = self.dtype is not None and isinstance(place.owner, nnx.Param) and jnp.issubdtype(dtype, jnp.floating)
+        return self.dtype if is_cast else dtype
 
 
 def make_plan(
@@ -105,7 +107,7 @@ def make_plan(
         survey: The model.
         given: What is to be written, by name.
         skip: Whether to leave out what does not fit in shape.
-        dtype: The dtype that floating-point parameters get; None: each its own.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
         fitted: Layers whose sizes are known by other ways than formulas, with their blueprints.
     """
     plan = Plan(survey, given, skip=skip, dtype=dtype)
@@ -134,11 +136,6 @@ def make_plan(
     plan.missing.sort(key=order.__getitem__)
     plan.unexpected = [k for k in given if k not in used]
     return plan
-
-
-def is_deleted(array: Any) -> bool:
-    """Whether it is a JAX array that was deleted or donated."""
-    return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted()
 
 
 def _ties_agree(plan: Plan, found: list[Place], given: Mapping[str, Any]) -> bool:
@@ -177,7 +174,9 @@ def _check_entry(plan: Plan, place: Place, value: Any) -> None:
     array = as_array(value)
     if array is None or is_deleted(array):
         got = f"a value of type {type(value).__name__}" if array is None else "an array that was deleted or donated"
-        plan.problem(place, got, "an array of numbers", f"jnp.asarray(...) for {place.name}")
+        odd = array is None and hasattr(value, "shape")  # such as a masked array, or a sparse tensor
+        line = "a plain array, with a number in each place," if odd else "jnp.asarray(...)"
+        plan.problem(place, got, "an array of numbers", f"{line} for {place.name}")
         return
     if isinstance(array, Tracer) and home_trace(plan.model) is not _compat.current_trace():
         got = f"{describe(array)}, a traced value of a transform that the model is outside of"
@@ -188,7 +187,7 @@ def _check_entry(plan: Plan, place: Place, value: Any) -> None:
         needed = show_shape(shape) if shape is not None else "?"
         plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting")
         return
-    dtype = plan.target_dtype(current, array.dtype)
+    dtype = plan.target_dtype(place, array.dtype)
     reason = cast_problem(array, dtype)
     if reason is not None:
         plan.problem(place, describe(array), reason, f"{place.name} in a dtype that casts to {np.dtype(dtype).name}")
@@ -245,7 +244,7 @@ def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
     if array.shape != wanted:
         plan.mismatch(place, describe(array), f"shape {wanted}")
         return
-    key = jax.random.wrap_key_data(jnp.asarray(array), impl=impl or named)
+    key = jax.random.wrap_key_data(*own([array]), impl=impl or named)
     if isinstance(current, jax.Array) and not isinstance(current, Tracer) and current.committed:
         key = jax.device_put(key, current.sharding)
     plan.writes[place.name] = Write(place, key, None, current)

@@ -14,6 +14,7 @@ from lazymods._errors import Problem, StateDictError
 from lazymods._hooked import hooks_of, run_hooks
 from lazymods._recipe import is_key
 from lazymods.state.entries import IMPL, check_is_model, named_places, prefix_of
+from lazymods.state.values import is_deleted
 
 
 def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = False) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = Fal
         as themselves, and what is shared appears under each of its names. Caches and intermediates are left out.
 
     Raises:
-        StateDictError: If two entries would have one name.
+        StateDictError: If two entries would have one name, or a random key was deleted or donated.
         TypeError: If it is neither an nnx object nor a dict or list.
 
     Example:
@@ -50,6 +51,9 @@ def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = Fal
             continue
         value = place.value
         if is_key(value) and not _graph.is_placeholder(value):
+            if is_deleted(value):
+                needed, line = "a key with data", "lm.state_dict(model) before the step that donates the model"
+                raise StateDictError(Problem(place.name, "a random key that was deleted or donated", needed, line))
             out[place.name] = jax.random.key_data(value)
             name = f"{place.name}.{IMPL}"
             if name in places:

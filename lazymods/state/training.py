@@ -11,7 +11,7 @@ from flax import nnx
 from lazymods import _compat, _graph
 from lazymods._errors import Problem, UninitializedError
 from lazymods._graph import OTHER, dotted, kind_of
-from lazymods._optimizer import LazyOptimizer
+from lazymods._optimizer import LazyOptimizer, model_of
 from lazymods._snapshot import Snapshot
 from lazymods.state import load
 from lazymods.state.entries import is_buffer, named_places, prefix_of
@@ -42,7 +42,8 @@ def load_entries(
     snapshot.keep(p.value for p in named_places(state).values() if is_buffer(p.value))
     try:
         rest = {name: value for name, value in entries.items() if not name.startswith(tuple(lazy))}
-        load.load_entries(state, rest, strict=False, mismatched=mismatched, dtype=dtype, origin=origin)
+        quiet = origin and origin._replace(warn=None)
+        load.load_entries(state, rest, strict=False, mismatched=mismatched, dtype=dtype, origin=quiet)
         for prefix, optimizer in lazy.items():
             own = {n.removeprefix(prefix): v for n, v in entries.items() if n.startswith(prefix)}
             optimizer.make_state(_model_of(state, optimizer, prefix, own))
@@ -54,15 +55,19 @@ def load_entries(
 
 def lazy_optimizers(state: Any) -> dict[str, LazyOptimizer]:
     """Return the optimizers that have no state yet, by what the names of their entries begin with."""
-    found = [(path, node) for path, node in _graph.nodes(state) if isinstance(node, LazyOptimizer)]
-    return {prefix_of(path): node for path, node in found if _graph.is_lazy_node(node)}
+    return {prefix_of(path): node for path, node in _graph.nodes(state) if _is_lazy_optimizer(node)}
+
+
+def _is_lazy_optimizer(node: Any) -> bool:
+    return isinstance(node, LazyOptimizer) and _graph.is_lazy_node(node)
 
 
 def _model_of(state: Any, optimizer: LazyOptimizer, prefix: str, own: Mapping[str, Any]) -> nnx.Pytree:
-    """Return the module of a training state that an optimizer is for.
+    """Return the module that an optimizer is for.
 
-    It is the only one that is there, or one whose optimizer would have a state of the names, shapes and dtypes of the
-    entries. Two such have equal states at first, so it is no matter which of them is taken.
+    It is the only one that is there; if none is, the one that it was made for; or one whose optimizer would have a
+    state of the names, shapes and dtypes of the entries. Two such have equal states at first, so it is no matter which
+    of them is taken.
 
     Raises:
         UninitializedError: If there is none.
@@ -71,6 +76,9 @@ def _model_of(state: Any, optimizer: LazyOptimizer, prefix: str, own: Mapping[st
     modules = {path: n for path, n in nodes if not any(path[:i] in dict(nodes) for i in range(1, len(path)))}
     if len(modules) == 1:
         return next(iter(modules.values()))
+    made_for = None if modules else model_of(optimizer)
+    if made_for is not None:
+        return made_for
     wanted = {name: (np.shape(v), getattr(v, "dtype", None)) for name, v in own.items()}
     ready = [node for _, node in nodes if not _graph.has_uninitialized_params(node)]
     states = [_signature(node, optimizer) for node in ready]
@@ -83,11 +91,11 @@ def _model_of(state: Any, optimizer: LazyOptimizer, prefix: str, own: Mapping[st
             return node
     raise UninitializedError(
         Problem(
-            prefix.rstrip("."),
+            prefix.rstrip(".") or type(optimizer).__name__,
             f"an optimizer without a state, beside {len(modules)} modules: "
             f"{', '.join(map(dotted, modules)) or 'none'}, whose states the entries do not fit",
             "one module, whose parameters the optimizer's state is made for",
-            "lm.load(model, path) of the module, then nnx.Optimizer(model, tx, wrt=nnx.Param)",
+            "lm.load(model, path) of the module, then lm.load of nnx.Optimizer(model, tx, wrt=nnx.Param)",
         )
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,19 +17,34 @@ from lazymods._placeholder import strongly_typed
 
 
 def as_array(value: Any) -> Any:
-    """Return an array (or number) as JAX or numpy takes it, or None if it is neither."""
+    """Return an array (or number) as JAX or numpy takes it, a tensor of PyTorch too, or None if it is neither."""
     if type(value) is np.ndarray and value.dtype.kind in "biufc":
         return value
     if isinstance(value, nnx.Variable):
         value = value.get_raw_value()
+    if isinstance(value, np.ma.MaskedArray):  # without its mask it is another array
+        return None
     if isinstance(value, (jax.Array, np.ndarray)):
         return value if _is_numeric(value) else None
     if isinstance(value, (bool, int, float, complex, np.generic)):
         return np.asarray(value)
     if hasattr(value, "shape") and hasattr(value, "__array__") and not isinstance(value, type):
-        array = np.asarray(value)
-        return array if _is_numeric(array) else None
+        array = _converted(value)
+        return array if array is not None and _is_numeric(array) else None
     return None
+
+
+def _converted(value: Any) -> np.ndarray[Any, Any] | None:
+    """Return what another library takes for an array; None if it has no such numbers, or does not hand them out."""
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and isinstance(value, torch.Tensor):
+            from lazymods.state.files import torch_file
+
+            return torch_file.array_of(value.cpu())
+        return np.asarray(value)
+    except Exception:  # as of a library that copies nothing from its device without being told
+        return None
 
 
 def _is_numeric(array: Any) -> bool:
@@ -44,6 +61,21 @@ def is_storable(dtype: Any) -> bool:
     if dtype.kind in "biufc":
         return dtype.itemsize <= (16 if dtype.kind == "c" else 8)
     return dtype.isbuiltin == 2 and jnp.issubdtype(dtype, np.number)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number of Python's or numpy's, of exactly such a type: an enumeration's is none."""
+    return type(value) in (bool, int, float, complex) or (isinstance(value, np.generic) and is_storable(value.dtype))
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is what a JSON entry can hold."""
+    return type(value) in (str, bytes, int)
+
+
+def is_deleted(array: Any) -> bool:
+    """Whether it is a JAX array that was deleted or donated."""
+    return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted()
 
 
 def cast_problem(array: Any, dtype: Any) -> str | None:
@@ -90,6 +122,17 @@ def _integer_problem(array: np.ndarray[Any, Any], dtype: Any) -> str | None:
     return None
 
 
+def own(arrays: Sequence[Any]) -> list[Any]:
+    """Return JAX arrays that share no memory with those given, which somebody may donate or write to."""
+    out = [np.array(a) if isinstance(a, np.ndarray) else a for a in arrays]
+    kept = {i for i, a in enumerate(out) if isinstance(a, Tracer)}
+    spread = {i for i, a in enumerate(out) if i not in kept and isinstance(a, jax.Array) and not a.is_fully_addressable}
+    here = [i for i in range(len(out)) if i not in kept | spread]
+    for i, copied in zip(here, jax.device_put([out[i] for i in here], may_alias=False), strict=True):
+        out[i] = copied
+    return [a.copy() if i in spread else a for i, a in enumerate(out)]
+
+
 def cast(array: jax.Array, dtype: Any, like: Any) -> jax.Array:
     """Return a JAX array of a dtype, placed as the array that it replaces is.
 
@@ -113,10 +156,11 @@ def is_weak(value: Any) -> bool:
 def weakly_typed(array: jax.Array) -> jax.Array:
     """Return an array of weak type, as Python's numbers make them; of a dtype that these do not have, as it is."""
     like = {"f": 0.0, "i": 0, "c": 0j}.get(array.dtype.kind)
-    weak = None if like is None else jnp.full(array.shape, like)
-    if weak is None or weak.dtype != array.dtype:
-        return array
-    out = weak.at[...].set(array)
+    with jax.transfer_guard("allow"):  # of this number, which nobody asked for
+        weak = None if like is None else jnp.full(array.shape, like)
+        if weak is None or weak.dtype != array.dtype:
+            return array
+        out = weak.at[...].set(array)
     placed = not isinstance(array, Tracer) and array.committed and out.sharding != array.sharding
     return jax.device_put(out, array.sharding) if placed else out
 

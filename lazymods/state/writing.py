@@ -12,19 +12,20 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
-from lazymods import _graph
+from lazymods import _compat, _graph
 from lazymods._errors import CheckpointError, Problem, UninitializedError, describe
 from lazymods._placeholder import SIZE_LINE
 from lazymods.state import plain
 from lazymods.state.entries import check_is_model, is_training_state, named_places
 from lazymods.state.files import safetensors
 from lazymods.state.files.stored import ALIASES, DTYPES, MAX_NAME_BYTES, NOTES, WEAK, Array, printable, texts_as_array
-from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target
+from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target, orbax_problem
 from lazymods.state.replacing import check_file_target, replacing
 from lazymods.state.state_dict import state_dict
 from lazymods.state.transfer import ALIGNMENT
-from lazymods.state.values import is_weak
+from lazymods.state.values import is_deleted, is_weak
 
 Arrays = dict[str, Array]
 Notes = dict[str, dict[str, str]]  # ALIASES and WEAK, those that there are
@@ -54,9 +55,9 @@ def save(
 
     Raises:
         UninitializedError: If a parameter has no value yet.
-        CheckpointError: If a value cannot be held by the format, such as 4-bit integers, or by any, such as a function;
-            if something stands at the path that is neither a checkpoint nor a regular file; or if it cannot be written
-            (then it is an OSError too).
+        CheckpointError: If a value cannot be held by the format, such as 4-bit integers, or by any, such as a function,
+            a donated array or a traced value; if something stands at the path that is neither a checkpoint nor a
+            regular file; or if it cannot be written (then it is an OSError too).
         TypeError: If the model is neither an nnx object nor a dict or list.
         ValueError: If the suffix is none of these.
 
@@ -76,11 +77,15 @@ def save(
     _refuse_lazy(model)
     if include_rng is None:
         include_rng = is_training_state(model)
-    values, aliases = _collect(model, target, include_rng=include_rng)
+    _refuse_without_values(model, target, include_rng=include_rng)
+    values, aliases, problems = _collect(model, target, include_rng=include_rng)
+    problems += [p for name, value in values.items() if (p := _format_problem(target, name, value)) is not None]
+    if problems:
+        raise CheckpointError(*problems)
     weak = {name: v.dtype.name for name, v in values.items() if is_weak(v)}
     notes = {key: texts for key, texts in ((ALIASES, aliases), (WEAK, weak)) if texts}
     if target.suffix:
-        arrays = {name: _to_host(name, value, target) for name, value in values.items()}
+        arrays = {name: _to_host(value) for name, value in values.items()}
         writers[target.suffix](target, arrays, notes)
         return None
     pending = begin_orbax(target, values, notes)
@@ -101,12 +106,31 @@ def _refuse_lazy(model: Any) -> None:
         raise UninitializedError(*problems, heading=f"{type(model).__name__} is not ready to be saved")
 
 
-def _collect(model: Any, path: Path, *, include_rng: bool) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values by name, and further names of tied ones.
+def _refuse_without_values(model: Any, path: Path, *, include_rng: bool) -> None:
+    """Refuse arrays that JAX has deleted, and those that stand for values inside a transform."""
+    problems = []
+    for place in named_places(model).values():
+        value = place.value
+        if isinstance(value, Tracer):
+            value = _compat.values.known(value, "save")
+        if place.is_rng and not include_rng:
+            continue
+        if is_deleted(value):
+            got, line = "an array that was deleted or donated", "lm.save before the step that donates it"
+        elif isinstance(value, Tracer):
+            got, line = f"{describe(value)}, a traced value of a transform", "lm.save outside of the transform"
+        else:
+            continue
+        where = printable(f"{path.name}: {place.name}")
+        problems.append(Problem(where, got, "a value: a file holds values only", line))
+    if problems:
+        raise CheckpointError(*problems)
 
-    Raises:
-        CheckpointError: If something is there that no file can hold.
-    """
+
+def _collect(
+    model: Any, path: Path, *, include_rng: bool
+) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
+    """Return the values by name, further names of tied ones, and what is there that no file can hold."""
     entries = state_dict(model, include_rng=include_rng)
     first: dict[Any, str] = {}
     aliases = {}
@@ -134,9 +158,7 @@ def _collect(model: Any, path: Path, *, include_rng: bool) -> tuple[dict[str, An
             continue
         where = printable(f"{path.name}: {name}")
         problems.append(Problem(where, got, needed, f"lm.save of a state without {printable(name)}, or with {line}"))
-    if problems:
-        raise CheckpointError(*problems)
-    return values, aliases
+    return values, aliases, problems
 
 
 def _is_text(name: str) -> bool:
@@ -148,17 +170,34 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _to_host(name: str, value: Any, path: Path) -> Array:
+def _format_problem(path: Path, name: str, value: Any) -> Problem | None:
+    """Say why the format of a path cannot hold a value, if so."""
+    if not path.suffix:
+        return orbax_problem(path, name, value)
+    where = printable(f"{path.name}: {name}")
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
-        got, needed = (
-            "an array that is spread over several processes",
-            "values that this process has, for a single file",
-        )
-        raise CheckpointError(
-            Problem(f"{path.name}: {name}", got, needed, "a path without suffix, for an Orbax folder")
-        )
+        got = "an array that is spread over several processes"
+        needed, line = "values that this process has, for a single file", "a path without suffix, for an Orbax folder"
+        return Problem(where, got, needed, line)
+    dtype = _native(value.dtype)
+    if path.suffix == ".safetensors":
+        kind, is_held = "safetensors", dtype in safetensors.NAMES and name != safetensors.METADATA
+    else:
+        is_name = name not in (DTYPES, *NOTES) and "\0" not in name and len(name.encode()) <= MAX_NAME_BYTES
+        kind, is_held = "npz", is_name and not dtype.hasobject
+    if is_held:
+        return None
+    got = f"{dtype.name}{list(value.shape)}"
+    return Problem(where, got, f"a name and a dtype that {kind} can hold", "another dtype, or format")
+
+
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
+
+
+def _to_host(value: Any) -> Array:
     array = np.asarray(value, order="C")
-    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return array.astype(_native(array.dtype), copy=False)
 
 
 # ---------------------------------------------------------------- formats
@@ -177,9 +216,7 @@ def write_safetensors(path: Path, arrays: Arrays, notes: Notes) -> None:
     metadata = dict(notes.get(ALIASES, {})) | ({WEAK: json.dumps(notes[WEAK])} if WEAK in notes else {})
     header: dict[str, Any] = {safetensors.METADATA: metadata} if metadata else {}
     for name, array in arrays.items():
-        kind = safetensors.NAMES.get(array.dtype)
-        if kind is None or name == safetensors.METADATA:
-            raise _cannot_hold(path, name, array, "safetensors")
+        kind = safetensors.NAMES[array.dtype]
         header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": offsets[name]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
@@ -195,9 +232,6 @@ def write_npz(path: Path, arrays: Arrays, notes: Notes) -> None:
     extras = ({DTYPES: dtypes} if dtypes else {}) | notes
     with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in arrays.items():
-            is_name = name not in (DTYPES, *NOTES) and "\0" not in name and len(name.encode()) <= MAX_NAME_BYTES
-            if not is_name or array.dtype.hasobject:
-                raise _cannot_hold(path, name, array, "npz")
             raw = array.view(np.dtype((np.void, array.dtype.itemsize))) if name in dtypes else array
             _write_npy(archive, name, raw)
         for key, texts in extras.items():
@@ -212,9 +246,3 @@ def _write_npy(archive: zipfile.ZipFile, name: str, array: Array) -> None:
 def _bytes_of(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
-
-def _cannot_hold(path: Path, name: str, array: Array, kind: str) -> CheckpointError:
-    got = f"{array.dtype.name}{list(array.shape)}"
-    return CheckpointError(
-        Problem(f"{path.name}: {name}", got, f"a name and a dtype that {kind} can hold", "another dtype, or format")
-    )

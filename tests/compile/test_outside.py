@@ -408,7 +408,7 @@ def test_a_weak_reference_to_a_copy_is_refused_and_to_what_stays_is_stored() -> 
         to_model(X)
     assert held.ref is None
     to_constant(X)
-    assert held.ref() is stays
+    assert isinstance(held.ref, weakref.ref) and held.ref() is stays
 
 
 # ---------------------------------------------------------------- what a function raises

@@ -276,9 +276,8 @@ class _Flattened:
 
     def stored(self, name: str, tensor: Any) -> StoredTensor:
         torch = self.torch
-        if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
-            what = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "meta"
-            what = what if tensor.layout is torch.strided else str(tensor.layout)
+        what = _other_kind(torch, tensor)
+        if what is not None:
             raise refuse(self.path, f"a tensor of the kind {what}", "an ordinary tensor with values", tensor=name)
         kind = str(tensor.dtype).removeprefix("torch.")
         dtype = dtype_named(kind) if kind in _DTYPES else None
@@ -288,6 +287,23 @@ class _Flattened:
             got = f"shape {printable(str(tuple(tensor.shape)))}"
             raise refuse(self.path, got, "a shape that an array can have", tensor=name)
         return StoredTensor(name, tuple(tensor.shape), dtype, self.path, partial(_as_array, torch, tensor, dtype))
+
+
+def array_of(tensor: Any) -> Array | None:
+    """Return the numbers of a tensor in memory, also one that has a gradient; None if JAX has no such array."""
+    import torch
+
+    dtype = dtype_named(str(tensor.dtype).removeprefix("torch."))
+    if _other_kind(torch, tensor) is not None or dtype is None:
+        return None
+    return _as_array(torch, tensor.contiguous(), dtype)
+
+
+def _other_kind(torch: Any, tensor: Any) -> str | None:
+    """Name the kind of a tensor that is no array of numbers in memory."""
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    return "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "meta" if tensor.is_meta else None
 
 
 def _as_array(torch: Any, tensor: Any, dtype: np.dtype[Any]) -> Array:

@@ -46,6 +46,7 @@ def export_torch(model: nnx.Module, *, flatten: Mapping[str, Sequence[int]] | No
     _check_ready(model, left)
     found, problems = with_sizes(list(sites(model)), flatten)
     out: dict[str, Array] = {}
+    sequential = [site.prefix for site in found if isinstance(site.node, nnx.Sequential)]
     for site in found:
         try:
             entries, names = rule_for(type(site.node)).write(site)
@@ -55,11 +56,11 @@ def export_torch(model: nnx.Module, *, flatten: Mapping[str, Sequence[int]] | No
         for name in names:
             left.pop(name, None)
         for name, value in entries.items():
-            _put(out, problems, name, value)
+            _put(out, problems, _without_layers(name, sequential), value)
     if not problems:
         problems = [r.at(_where(site)) for site in found if (r := rule_for(type(site.node)).refuse_left(site, left))]
     for name, torch in torch_names(found, left).items():
-        _put(out, problems, torch, np.asarray(left[name].value))
+        _put(out, problems, _without_layers(torch, sequential), np.asarray(left[name].value))
     if problems:
         raise StateDictError(*problems, heading=f"PyTorch cannot hold {type(model).__name__}")
     return out
@@ -67,6 +68,14 @@ def export_torch(model: nnx.Module, *, flatten: Mapping[str, Sequence[int]] | No
 
 def _where(site: Site) -> str:
     return located(_graph.dotted(site.path), type(site.node).__name__)
+
+
+def _without_layers(name: str, sequential: Sequence[str]) -> str:
+    """Return a name as PyTorch has it: the modules of an ``nn.Sequential`` are its own attributes, ``0``, ``1``, ..."""
+    for prefix in sorted(sequential, key=len, reverse=True):  # inner ones first: the names of outer ones stay
+        if name.startswith(f"{prefix}layers."):
+            name = prefix + name.removeprefix(f"{prefix}layers.")
+    return name
 
 
 def _check_ready(model: Any, places: Mapping[str, Place]) -> None:

@@ -1,6 +1,7 @@
 """``export_torch``: only a ready model, only what PyTorch can hold, in full text."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -181,3 +182,41 @@ def test_names_that_meet_are_refused():
         "  needed: one\n"
         "  write:  attributes that do not meet in PyTorch's names"
     )
+
+
+class Deep(nnx.Module):
+    """Sequentials at the top of a module and inside of one another."""
+
+    def __init__(self, seed: int, lazy: bool = False) -> None:
+        def linear(size: int, out: int) -> Any:
+            return lm.LazyLinear(out, rngs=R(seed)) if lazy else nnx.Linear(size, out, rngs=R(seed))
+
+        self.body = nnx.Sequential(linear(2, 3), jax.nn.relu, nnx.Sequential(linear(3, 4), nnx.LayerNorm(4, rngs=R(0))))
+        self.layers = nnx.List([linear(4, 2)])
+
+
+def test_names_in_a_sequential_are_those_of_pytorch(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="torch is an extra")
+
+    class Twin(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            inner = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4, eps=1e-6))
+            self.body = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU(), inner)
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 2)])
+
+        def forward(self, x: Any) -> Any:
+            return self.layers[0](self.body(x))
+
+    model, twin, x = Deep(0), Twin(), normal(5, 2)
+    exported = export_torch(model)
+    assert exported.keys() == twin.state_dict().keys()
+    twin.load_state_dict({name: torch.from_numpy(value) for name, value in exported.items()})
+    expected = twin(torch.from_numpy(x)).detach().numpy()
+    np.testing.assert_allclose(model.layers[0](model.body(x)), expected, rtol=1e-5, atol=1e-6)
+    lm.save(exported, tmp_path / "torch.npz")
+    other: Any
+    for other in (Deep(1), Deep(1, lazy=True)):
+        lm.load(other, tmp_path / "torch.npz", layout="torch")
+        np.testing.assert_array_equal(other.body.layers[2].layers[0].kernel[...], exported["body.2.0.weight"].T)
+        np.testing.assert_array_equal(other.layers[0].kernel[...], exported["layers.0.weight"].T)
