@@ -221,7 +221,7 @@ def load_entries(
 
 
 def _grow(plan: Plan, fitted: Sequence[tuple[Any, Blueprint]]) -> None:
-    """Give layers what they hold at the sizes of their entries only, and those that were found by trial their shapes."""
+    """Give layers what they hold at the sizes of their entries only, and those found by trial their shapes."""
     tried = {id(layer) for layer, _ in fitted}
     grown = [(layer, blueprint) for layer, blueprint in plan.grown if id(layer) not in tried]
     grown += fitted
