@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lazymods._compat.initializers import kept_when_compiled as kept_when_compiled
     from lazymods._compat.initializers import with_modules as with_modules
     from lazymods._compat.objects import NODES as NODES
+    from lazymods._compat.objects import REFERENCES as REFERENCES
     from lazymods._compat.objects import STATE as STATE
     from lazymods._compat.objects import check_without as check_without
     from lazymods._compat.objects import data_names as data_names
@@ -71,9 +72,9 @@ _FUNCTIONS = {
     "equations": "bind_equation",
     "fast_traces": "at_trace current_trace executing",
     "initializers": "is_jax_initializer kept_when_compiled with_modules",
-    "objects": "NODES STATE check_without data_names declared_names forget_data_name inherit_data_names is_pytree "
-    "laid_out_as mapping_of_names names_of new_object new_state own_name put_in_front set_attributes set_class "
-    "set_data_names "
+    "objects": "NODES REFERENCES STATE check_without data_names declared_names forget_data_name inherit_data_names "
+    "is_pytree laid_out_as mapping_of_names names_of new_object new_state own_name put_in_front set_attributes "
+    "set_class set_data_names "
     "share_data_names",
     "placing": "device_put put",
     "traces": "are_concrete asked_for_gradient counted dtype_of eval_trace home_trace is_tracer plain_device "

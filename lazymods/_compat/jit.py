@@ -27,7 +27,7 @@ from jaxlib._jax import ExecuteResults
 from lazymods._compat.births import OpaqueState, opaque_of, opaque_of_own, reference_of, set_opaque, state_of
 from lazymods._compat.fast_traces import current_trace
 from lazymods._compat.finding import require, tell
-from lazymods._compat.objects import STATE
+from lazymods._compat.objects import REFERENCES, STATE
 from lazymods._compat.objects import new_state as new_state
 from lazymods._compat.traces import EVAL as EVAL
 from lazymods._compat.variables import SET_RAW as SET_RAW
@@ -44,10 +44,6 @@ require(nnx.Pytree, "_check_valid_context")
 ARRAY: type = ArrayImpl  # the class of arrays that have values
 KEY: type = PRNGKeyArray  # the class of arrays of typed keys
 TRACE = trace_state_strong_ref  # TRACE.value is the trace that operations go to: half the price of trace_ctx
-REFERENCES: tuple[type, ...] = (jax.Ref, *filter(None, [getattr(nnx.variablelib, "HijaxVariable", None)]))
-"""What is written where it is, and no program returns: mutable arrays, and what ``nnx.Variable(hijax=True)`` makes."""
-
-
 def is_reference(value: Any) -> bool:
     """Whether a value, or what a tracer stands for, is one of :data:`REFERENCES`."""
     return isinstance(value, REFERENCES)

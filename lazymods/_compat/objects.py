@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from flax import nnx
 
 from lazymods._compat.finding import tell
@@ -43,6 +44,10 @@ if not _OWN or not NODES.startswith(_OWN):
 
 _new_state: Any = type(vars(_Blank())[STATE])
 _mapping: Any = type(vars(_Blank())[NODES])
+
+
+REFERENCES: tuple[type, ...] = (jax.Ref, *filter(None, [getattr(nnx.variablelib, "HijaxVariable", None)]))
+"""What is written where it is, and no program returns: mutable arrays, and what ``nnx.Variable(hijax=True)`` makes."""
 
 
 def own_name(name: str) -> str:

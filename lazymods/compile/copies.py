@@ -23,7 +23,6 @@ import jax
 from flax import nnx
 
 from lazymods import _compat, _graph
-from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem
 from lazymods.compile.attributes import has_hidden_state, new_object, slots_of
 from lazymods.compile.picture import Picture, Reads, contents_of, held_by, put_item
@@ -82,7 +81,7 @@ class Copies:
     def give(self, original: Any, key: Any, value: Any) -> None:
         """Let the copy of a Variable hold a value, or that of another object at a key."""
         if isinstance(original, nnx.Variable):
-            _compat_jit.SET_RAW(self._memo[id(original)], value)
+            self._memo[id(original)].set_raw_value(value)
         else:
             put_item(held_by(self._memo[id(original)]), key, value)
 
@@ -324,8 +323,8 @@ class Copies:
         if isinstance(contents, dict):
             items = {k: self.of(v) for k, v in contents.items()}
             if kind is Kind.NODE:
-                items[_compat.STATE] = _compat_jit.new_state()
-                _compat_jit.attributes(twin).update(items)
+                items[_compat.STATE] = _compat.new_state()
+                held_by(twin, kind).update(items)
                 return
             held = object_contents(twin) if kind is Kind.OBJECT else twin
             if kind is not Kind.OBJECT:

@@ -35,8 +35,12 @@ def is_library(name: str | None) -> bool:
 
 
 def is_jit(value: Any) -> bool:
-    """Whether a callable is one of ``jax.jit``, ``nnx.jit`` or ``lm.jit``, with a function in ``__wrapped__``."""
-    return isinstance(value, _JITS) or getattr(type(value), "is_jit", False)
+    """Whether a callable is one of ``jax.jit``, ``nnx.jit`` or ``lm.jit``, with a function in ``__wrapped__``.
+
+    A deep copy of what ``jax.jit`` returns lacks it.
+    """
+    known = isinstance(value, _JITS) or getattr(type(value), "is_jit", False)
+    return known and hasattr(value, "__wrapped__")
 
 
 def in_cell(cell: Any) -> Any:

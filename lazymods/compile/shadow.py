@@ -23,7 +23,6 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _compat
-from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem, describe
 from lazymods._graph import is_placeholder
 from lazymods.compile.picture import held_by
@@ -118,7 +117,7 @@ _WITH_IDENTITY = (Kind.VARIABLE, Kind.NODE, Kind.OBJECT, Kind.DICT, Kind.LIST, K
 
 def _has_identity(value: Any) -> bool:
     """Whether Python can tell two objects of this kind apart by changing one of them."""
-    return kind_of(value) in _WITH_IDENTITY or isinstance(value, (np.ndarray, *_compat_jit.REFERENCES))
+    return kind_of(value) in _WITH_IDENTITY or isinstance(value, (np.ndarray, *_compat.REFERENCES))
 
 
 def _look(path: str, a: Any, b: Any, todo: list[Step]) -> tuple[str, str] | None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from lazymods._compat import jit as _compat_jit
+from lazymods import _compat
 from lazymods._compat import tracing
 from lazymods._errors import describe, short_dtype
 from lazymods.compile.tokens import Same, token
@@ -107,14 +107,14 @@ def _in_set(value: Any) -> Any:
 def is_value(value: Any) -> bool:
     """Whether a value is a number or an array."""
     kinds = (bool, int, float, complex, np.generic, np.ndarray, jax.Array, Tracer)
-    return isinstance(value, (*kinds, *_compat_jit.REFERENCES))
+    return isinstance(value, (*kinds, *_compat.REFERENCES))
 
 
 def values_differ(want: Any, got: Any) -> tuple[str, str] | None:
     """Say what is there instead of a number or array, if it is another one."""
     want, got = _known(want), _known(got)
-    mutable = isinstance(want, _compat_jit.REFERENCES)
-    if not is_value(want) or not is_value(got) or mutable != isinstance(got, _compat_jit.REFERENCES):
+    mutable = isinstance(want, _compat.REFERENCES)
+    if not is_value(want) or not is_value(got) or mutable != isinstance(got, _compat.REFERENCES):
         return class_of(got), class_of(want)
     if mutable:
         want, got = want[...], got[...]

@@ -23,7 +23,7 @@ from flax import nnx
 from flax.typing import HashableMapping
 from jax.core import Tracer
 
-from lazymods._compat import jit as _compat_jit
+from lazymods import _compat
 from lazymods.compile.attributes import slots_of
 
 
@@ -55,7 +55,7 @@ _OPEN_CLASSES: frozenset[type] = frozenset((
 @functools.lru_cache(maxsize=4096)
 def kind_of_type(cls: type) -> Kind:
     """Tell what values of a class are to a walk."""
-    if cls in _compat_jit.REFERENCES:
+    if cls in _compat.REFERENCES:
         return Kind.ARRAY
     if issubclass(cls, nnx.Variable):
         return Kind.VARIABLE

@@ -131,7 +131,6 @@ ARRAYS: dict[str, Any] = {
     "bfloat16": np.full((2, 3), 2.0, ml_dtypes.bfloat16),
     "variable": nnx.Param(jnp.full((2, 3), 2.0)),
     "foreign": Foreign(),
-    "masked": np.ma.masked_array(np.full((2, 3), 2.0)),
 }
 
 
