@@ -12,6 +12,7 @@ import contextlib
 import gc
 import itertools
 import operator
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -161,32 +162,52 @@ def refuse_leaks(trace: Callable[[], Any], name: str) -> None:
     Raises:
         LazyError: If that is so.
     """
-    for generation in (1, 2):  # what refers to itself, as a function that calls itself, lives until it is collected
+    for generation in (1, 2, 2, 2):  # what refers to itself, as a function that calls itself, lives until then
         if trace() is None:
             return
-        gc.collect(generation)
+        _collect(generation)
     live = trace()
     held = [] if live is None else [thing for thing in gc.get_referrers(live) if isinstance(thing, Tracer)]
     if held:  # what flax has made in the trace knows it too, and may stay
-        found = dict.fromkeys(place for tracer in held for place in _places_of(tracer, held))
+        found: dict[str, None] = {}
+        for tracer in held:
+            found.update(dict.fromkeys(_places_of(tracer, held)))
         raise _stores(f"{name}: {', '.join([*found][:4]) or 'a place that Python does not tell'}")
 
 
-def _places_of(tracer: Any, known: list[Any]) -> Iterator[str]:
-    """Yield words for what holds a tracer."""
+def _collect(generation: int) -> None:
+    """Collect what is garbage; while another thread collects, ``gc.collect`` does nothing."""
+    before = gc.get_stats()[generation]["collections"]
+    gc.collect(generation)
+    while gc.get_stats()[generation]["collections"] == before:
+        time.sleep(0.001)
+        gc.collect(generation)
+
+
+def _places_of(tracer: Any, known: list[Any]) -> list[str]:
+    """Return words for what holds a tracer."""
+    found = []
     for holder in gc.get_referrers(tracer):
         if holder is known or isinstance(holder, (types.FrameType, Tracer)):
             continue
         if not isinstance(holder, dict):
-            yield f"a {type(holder).__name__}"
+            found.append(f"a {type(holder).__name__}")
             continue
-        key = next((k for k, v in list(holder.items()) if v is tracer), "?")
-        owners = [o for o in gc.get_referrers(holder) if getattr(o, "__dict__", None) is holder or isinstance(o, type)]
-        for owner in owners[:1]:
-            told = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__name__
-            yield f"{told}.{key}"
-        if not owners:
-            yield f"a dict, under {key!r}"
+        key = _key_of(tracer, holder)
+        owner: Any = None
+        for thing in gc.get_referrers(holder):
+            if isinstance(thing, type) or getattr(thing, "__dict__", None) is holder:
+                owner = thing
+        told = getattr(owner, "__qualname__", None) or getattr(owner, "__name__", None) or type(owner).__name__
+        found.append(f"a dict, under {key!r}" if owner is None else f"{told}.{key}")
+    return found
+
+
+def _key_of(value: Any, holder: dict[Any, Any]) -> Any:
+    for key, held in list(holder.items()):
+        if held is value:
+            return key
+    return None
 
 
 def _stores(where: str) -> LazyError:
