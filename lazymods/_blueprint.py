@@ -60,7 +60,7 @@ class Static:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A Variable, or a raw array if ``cls`` is None: the ``index``-th output of the program."""
+    """A Variable, or a raw array if ``cls`` is None: the ``index``-th output of the program; ``weak``: of weak type."""
 
     index: int
     path: Path
@@ -68,10 +68,11 @@ class Slot:
     shape: Shape
     dtype: Any
     metadata: Mapping[str, Any]
+    weak: bool = False
 
     def of_shape(self, shape: Shape) -> Slot:
         """Describe the same at another shape."""
-        return Slot(self.index, self.path, self.cls, shape, self.dtype, self.metadata)
+        return dataclasses.replace(self, shape=shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,7 +401,11 @@ class _Reader:
         return metadata
 
     def _slot(self, value: Any, path: Path, cls: Any, metadata: Mapping[str, Any]) -> Slot:
-        slot = Slot(len(self.values), path, cls, tuple(value.shape), value.dtype, metadata)
+        weak = bool(getattr(value, "weak_type", False))
+        dtype = value.dtype
+        if cls is not None and not jnp.issubdtype(dtype, jax.dtypes.extended):
+            dtype = jax.dtypes.canonicalize_dtype(dtype)  # a value of numpy's 64 bits becomes an array of JAX
+        slot = Slot(len(self.values), path, cls, tuple(value.shape), dtype, metadata, weak)
         self.values.append(value)
         self.slots[path] = slot
         return slot

@@ -18,10 +18,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from lazymods import _compat, _draws, _graph
-from lazymods._blueprint import Blueprint, Node, Static
+from lazymods._blueprint import Blueprint, Node, Slot, Static
 from lazymods._errors import Problem, ShapeInferenceError
 from lazymods._graph import NODE, STATE, Path, kind_of
 from lazymods._held import check_held, shape_of, stackings
@@ -90,7 +91,7 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     level = _compat.home_trace(layer) if abstract else level_of(layer, empty.values())
     with _compat.at_trace(level):
         if abstract:
-            arrays = {p: _compat.abstract.zeros(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}
+            arrays = {p: _zeros(whole(blueprint, p, v), v.dtype, blueprint.slots[p]) for p, v in empty.items()}
         elif any(isinstance(k, jax.ShapeDtypeStruct) for v in empty.values() for k in v.recipe.leaves):
             # a model that nnx.eval_shape made: abstract keys give abstract parameters
             arrays = {p: jax.ShapeDtypeStruct(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}
@@ -103,6 +104,12 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
             elif isinstance(variable, UninitializedVariable):  # a tie inside the layer may have filled it
                 variable.become(array)
     return blueprint
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, slot: Slot) -> Any:
+    """Return zeros that stand for a value in an abstract run: of weak type where the constructor makes one."""
+    weak = jnp.full(shape, {"f": 0.0, "i": 0, "c": 0j}.get(dtype.kind, False)) if slot.weak else None
+    return weak if weak is not None and weak.dtype == dtype else _compat.abstract.zeros(shape, dtype)
 
 
 def whole(blueprint: Blueprint, path: Path, variable: UninitializedVariable) -> tuple[int, ...]:

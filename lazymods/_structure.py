@@ -135,16 +135,23 @@ def _conform_node(node: Any, actual: Node, template: Node, path: Path, builder: 
         before, value = template.attributes.get(name), vars(node).get(name, _graph.MISSING)
         replaceable = value is _graph.MISSING or _is_own(value, before)  # else it was given: by a load, or by hand
         met = id(description) in builder.made
-        if not met and isinstance(description, Node) and isinstance(before, Node) and isinstance(value, nnx.Pytree):
+        alike = _are_alike(description, before)
+        if not met and alike and isinstance(before, Node) and isinstance(value, nnx.Pytree):
             builder.made[id(description)] = value
             _conform_node(value, description, before, (*path, name), builder)
-        elif isinstance(description, (Slot, Node)) and (met or type(before) is not type(description)):
+        elif isinstance(description, (Slot, Node)) and (met or not alike):
             if replaceable:
                 object.__setattr__(node, name, builder.make(description, (*path, name)))
         elif isinstance(description, Slot) and value is not _graph.MISSING:
             builder.made[id(description)] = value
         elif isinstance(description, Static) and replaceable and _is_there(value, description):
             object.__setattr__(node, name, description.fresh())
+
+
+def _are_alike(description: Any, before: Any) -> bool:
+    """Whether an attribute is of one kind at the sizes and at the probes' sizes: an object, of one class."""
+    both = type(before) is type(description)
+    return both and (not isinstance(description, Node) or description.cls is before.cls)
 
 
 def _is_there(value: Any, description: Static) -> bool:
@@ -158,4 +165,6 @@ def _is_own(value: Any, before: Any) -> bool:
         return isinstance(before, Slot)
     if isinstance(before, Static):
         return same_static(before.value, value)
-    return isinstance(before, Node) and isinstance(value, before.cls) and _graph.has_uninitialized_params(value)
+    if not isinstance(before, Node) or not isinstance(value, before.cls):
+        return False
+    return _graph.has_uninitialized_params(value) or not _graph.variables(value)

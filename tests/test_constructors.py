@@ -99,6 +99,25 @@ class Tables(nnx.Module):
         return ((x * self.scale + self.frequencies[None]) @ self.mask) @ self.w[...]
 
 
+class Identity(nnx.Module):
+    """Has no parameters."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x
+
+
+class Kinds(nnx.Module):
+    """Submodules of another class at one size than at all others."""
+
+    def __init__(self, n: int, m: int, *, rngs: nnx.Rngs) -> None:
+        self.fc = nnx.Linear(n, m, rngs=rngs)
+        self.short = nnx.Sequential(nnx.Linear(n, m, rngs=rngs)) if n != m else Identity()
+        self.norm = nnx.LayerNorm(m, rngs=rngs) if n == m else Identity()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(self.fc(x) + self.short(x))
+
+
 class Default(nnx.Module):
     """A size that has a default, on which more depends than one shape."""
 
@@ -131,6 +150,8 @@ CASES: dict[str, tuple[Any, Callable[..., Any], dict[str, int], tuple[int, ...]]
     "tied": (Tied, n_and_k, {}, (4, 4)),
     "not tied": (Tied, n_and_k, {}, (4, 5)),
     "tables": (Tables, n, {}, (4,)),
+    "one kind": (Kinds, n, {"m": 4}, (6,)),
+    "another kind": (Kinds, n, {"m": 4}, (4,)),
     "default": (Default, n, {}, (3,)),
     "not the default": (Default, n, {}, (5,)),
 }

@@ -385,7 +385,8 @@ def _new_value(write: Write, array: jax.Array | None, origin: Origin) -> Any:
         return np.array(write.value, write.current.dtype)
     if array is None:
         array = cast(write.value, write.dtype, write.current)
-    weak = is_weak(write.current) and (write.place.name in origin.weak or is_weak(write.value))
+    may_be_weak = write.place.lazy or is_weak(write.current)
+    weak = may_be_weak and (write.place.name in origin.weak or is_weak(write.value))
     return weakly_typed(array) if weak else array
 
 

@@ -87,8 +87,8 @@ class Plan:
     def target_dtype(self, place: Place, stored: Any) -> Any:
         """Return the dtype that a value gets in a place: only parameters get the one that was asked for."""
         dtype = _dtype_of(place.value)
-        if dtype is None:  # a raw array of any dtype: the one that JAX gives it
-            dtype = jax.dtypes.canonicalize_dtype(stored)
+        if dtype is None or place.lazy:  # it becomes an array of JAX, which has no 64 bits unless they are enabled
+            dtype = jax.dtypes.canonicalize_dtype(stored if dtype is None else dtype)
         is_cast = self.dtype is not None and isinstance(place.owner, nnx.Param) and jnp.issubdtype(dtype, jnp.floating)
         return self.dtype if is_cast else dtype
 

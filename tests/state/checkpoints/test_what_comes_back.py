@@ -71,6 +71,35 @@ def test_a_weak_entry_stays_weak_only_in_a_weak_place() -> None:
     assert not weak.scale[...].weak_type
 
 
+class Numbers(nnx.Module):
+    """Parameters as users write them: of weak type, and of numpy's 64 bits."""
+
+    def __init__(self, n: int) -> None:
+        self.scale = nnx.Param(jnp.full((n,), 1e-5))
+        self.table = nnx.Param(np.linspace(0, 1, n))
+        self.index = nnx.BatchStat(np.arange(n))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.scale + self.table.astype(x.dtype) + self.index.astype(x.dtype)
+
+
+@each_format
+def test_a_lazy_layer_gets_the_types_that_a_call_gives_it(suffix: str, tmp_path: Path) -> None:
+    made = lm.lazy(Numbers, infer=lambda config, x: {"n": x.shape[-1]})
+    called, loaded, given, x = made(), made(), made(), jnp.ones((2, 8), jnp.bfloat16)[0]
+    lm.save(Numbers(8), tmp_path / f"s{suffix}")
+    lm.load(loaded, tmp_path / f"s{suffix}")
+    lm.load_state_dict(given, lm.state_dict(Numbers(8)))
+    report = lm.materialize(called, x)
+    assert report.output.dtype == called(x).dtype == jnp.bfloat16
+    for model in (loaded, given):
+        for name in ("scale", "table", "index"):
+            got, want = getattr(model, name)[...], getattr(called, name)[...]
+            assert (got.dtype, got.weak_type) == (want.dtype, want.weak_type)
+            np.testing.assert_array_equal(got, want)
+        assert model(x).dtype == jnp.bfloat16
+
+
 NAMES = ("lr.min", "lr", "lr.min.x", "value", "x.value", "a/b", "a b", "ä", "7", "impl", "json", "x.impl")
 
 
