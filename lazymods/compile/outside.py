@@ -8,6 +8,7 @@ first: both are refused.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gc
 import itertools
@@ -27,7 +28,7 @@ from lazymods.compile.refusals import used_up
 from lazymods.compile.tokens import Kind, kind_of
 
 _CONTAINERS = (Kind.LIST, Kind.DICT, Kind.SET, Kind.QUEUE, Kind.OBJECT)
-_MAX_CONTAINERS = 10_000  # that are looked into; a leak into one beyond them is refused too, and stays there
+_MAX_PARTS = 10_000  # that are looked into, of a list as well; a leak beyond them is refused too, and stays there
 
 
 class _Holder(NamedTuple):
@@ -57,6 +58,12 @@ class _Holder(NamedTuple):
 
 def _values(contents: Any) -> Iterable[Any]:
     return contents.values() if isinstance(contents, dict) else contents
+
+
+def _first(contents: Any) -> list[tuple[Any, Any]]:
+    """Return the first items of a container, each with its key if that has a name."""
+    items = contents.items() if isinstance(contents, dict) else (("", v) for v in contents)
+    return list(itertools.islice(items, _MAX_PARTS))
 
 
 @contextlib.contextmanager
@@ -98,20 +105,18 @@ def _holders(found: Iterable[tuple[str, Any]]) -> list[_Holder]:
     """Return the containers under some values, with what they hold."""
     out: list[_Holder] = []
     seen: set[int] = set()
-    waiting = list(found)
-    while waiting and len(out) < _MAX_CONTAINERS:
-        name, thing = waiting.pop(0)
+    waiting = collections.deque(found)
+    while waiting and len(seen) < _MAX_PARTS:
+        name, thing = waiting.popleft()
         kind = kind_of(thing)
-        if kind is Kind.TUPLE:
-            waiting += [(name, v) for v in thing]
-        if kind not in _CONTAINERS or id(thing) in seen:
+        if id(thing) in seen or not (kind is Kind.TUPLE or kind in _CONTAINERS):
             continue
         seen.add(id(thing))
-        out.append(_Holder(name, thing, contents_of(thing)))
-        if kind is Kind.OBJECT:
-            waiting += [(f"{name}.{k}", v) for k, v in out[-1].contents.items() if kind_of(v) >= Kind.TUPLE]
-        else:
-            waiting += [(name, v) for v in _values(out[-1].contents) if kind_of(v) >= Kind.TUPLE]
+        contents = thing if kind is Kind.TUPLE else contents_of(thing)
+        if kind is not Kind.TUPLE:
+            out.append(_Holder(name, thing, contents))
+        of_object = kind is Kind.OBJECT
+        waiting += [(f"{name}.{k}" if of_object else name, v) for k, v in _first(contents) if kind_of(v) >= Kind.TUPLE]
     return out
 
 
@@ -121,8 +126,7 @@ def _as_holder(node: Any) -> _Holder:
 
 def _parts_of(holders: Iterable[_Holder]) -> Iterator[tuple[str, Any]]:
     for name, _, contents in holders:
-        items = contents.items() if isinstance(contents, dict) else (("", v) for v in contents)
-        for key, value in items:
+        for key, value in _first(contents):
             if kind_of(value) is Kind.ATOM:
                 yield (f"{name}.{key}" if key else name), value
 

@@ -7,6 +7,7 @@ which it is, is found out once for each.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 import weakref
@@ -26,6 +27,7 @@ MISSING = object()  # what is in a cell without a value
 _JITS: tuple[type, ...] = (type(jax.jit(lambda: None)), JIT_OF_FLAX)
 _PLAIN = (type, types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType)
 _DEPTH = 8  # so many containers deep is a model looked for
+_PARTS = 1_000  # in so many of them, and in so many parts of each
 _attributes = object.__getattribute__  # classes may answer for vars() themselves
 
 
@@ -126,7 +128,11 @@ def is_looked_into(value: Any) -> bool:
 
 
 def holds_model(value: Any) -> bool:
-    """Whether a value is an nnx object or a Variable, or a container or callable that holds one."""
+    """Whether a value is an nnx object or a Variable, or a container or callable that holds one.
+
+    Each call asks, so only the first parts of a large container, a dataset, are looked at. A model that is further
+    inside would be a constant of the program, which is refused.
+    """
     return _holds_model(value, set(), 0)
 
 
@@ -134,11 +140,11 @@ def _holds_model(value: Any, seen: set[int], depth: int) -> bool:
     kind = kind_of(value)
     if kind in (Kind.NODE, Kind.VARIABLE):
         return True
-    if kind is Kind.ARRAY or id(value) in seen or depth > _DEPTH:
+    if kind is Kind.ARRAY or id(value) in seen or depth > _DEPTH or len(seen) > _PARTS:
         return False
     if kind is not Kind.ATOM:
         seen.add(id(value))
-        return any(_holds_model(part, seen, depth + 1) for part in parts_of(value, kind))
+        return any(_holds_model(part, seen, depth + 1) for part in itertools.islice(parts_of(value, kind), _PARTS))
     if not callable(value):
         return False
     seen.add(id(value))

@@ -25,6 +25,7 @@ from lazymods._graph import STATE, dotted
 from lazymods._hooked import hooks_of, run_hooks
 from lazymods._placeholder import UninitializedArray
 from lazymods._snapshot import Snapshot
+from lazymods._spec import SlotSource
 from lazymods.state import by_trial
 from lazymods.state.entries import Survey, home_trace, is_buffer, is_training_state, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread
@@ -385,9 +386,17 @@ def _new_value(write: Write, array: jax.Array | None, origin: Origin) -> Any:
         return np.array(write.value, write.current.dtype)
     if array is None:
         array = cast(write.value, write.dtype, write.current)
-    may_be_weak = write.place.lazy or is_weak(write.current)
-    weak = may_be_weak and (write.place.name in origin.weak or is_weak(write.value))
-    return weakly_typed(array) if weak else array
+    weak = write.place.name in origin.weak or is_weak(write.value)
+    return weakly_typed(array) if weak and _is_weak_place(write) else array
+
+
+def _is_weak_place(write: Write) -> bool:
+    """Whether a value of weak type is there, or one that the constructor of a lazy layer makes."""
+    if not write.place.lazy:
+        return is_weak(write.current)
+    source = write.current.recipe.source
+    slot = source.spec.template.blueprint.slots.get(source.path) if isinstance(source, SlotSource) else None
+    return slot is not None and slot.weak
 
 
 def _put(write: Write, value: Any) -> None:

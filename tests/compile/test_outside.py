@@ -457,3 +457,12 @@ def test_a_mutable_array_that_is_closed_over_is_written() -> None:
     for i in range(1, 4):
         np.testing.assert_array_equal(f(jnp.ones(3)), np.full(3, 2.0 * i))
     np.testing.assert_array_equal(ref[...], np.full(3, 3.0))
+
+
+def test_a_large_container_is_not_walked_and_a_model_far_inside_is_refused() -> None:
+    data: list[Any] = [(i, float(i)) for i in range(3_000)]
+    f = lm.jit(lambda x: x * data[3][1])
+    np.testing.assert_array_equal(f(X), X * 3)
+    hidden = [*data, nnx.Linear(3, 3, rngs=nnx.Rngs(0))]
+    with pytest.raises(lm.LazyError, match="finds in a way of its own"):
+        lm.jit(lambda x: hidden[-1](x))(X)
