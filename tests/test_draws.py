@@ -160,6 +160,7 @@ def both(cls: type, model: str, n: int, streams: str = "one stream") -> tuple[An
 PLACES = [(m, s) for m in MODELS for s in STREAMS if m == "dropout after" or s == "one stream"]
 
 
+@pytest.mark.slow  # by the number of its cases
 @pytest.mark.parametrize("n", WIDTHS)
 @pytest.mark.parametrize("way", ["call", "spec", "lm.jit", "load then call", "part of a load"])
 @pytest.mark.parametrize(("model", "streams"), PLACES)

@@ -117,6 +117,7 @@ def assert_same(model: Any, want: Any) -> None:
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow  # by the number of its cases
 @pytest.mark.filterwarnings("ignore:Variable hooks are deprecated")
 @pytest.mark.parametrize("what", given())
 @pytest.mark.parametrize(("layer", "way"), CASES)
@@ -163,6 +164,7 @@ class Stack(nnx.Module):
         return nnx.vmap(lambda m, x: m(x), in_axes=(axis, None), transform_metadata=names, **spmd)(self.layers, x)
 
 
+@pytest.mark.slow  # by the number of its cases
 @pytest.mark.parametrize("way", ["call", "spec", "load", "lm.jit"])
 @pytest.mark.parametrize("what", ["not eager", "keys of one's own", "with_partitioning, not eager", "dtype"])
 @pytest.mark.parametrize("how", [*STACKS, "scan"])
