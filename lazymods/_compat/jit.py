@@ -44,6 +44,8 @@ require(nnx.Pytree, "_check_valid_context")
 ARRAY: type = ArrayImpl  # the class of arrays that have values
 KEY: type = PRNGKeyArray  # the class of arrays of typed keys
 TRACE = trace_state_strong_ref  # TRACE.value is the trace that operations go to: half the price of trace_ctx
+
+
 def is_reference(value: Any) -> bool:
     """Whether a value, or what a tracer stands for, is one of :data:`REFERENCES`."""
     return isinstance(value, REFERENCES)

@@ -22,7 +22,7 @@ from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
 from lazymods.compile.metrics import COUNTS
 from lazymods.compile.records import Record
-from lazymods.compile.trace import Body
+from lazymods.compile.trace import Body, is_beside
 
 
 class OtherSignatureError(Exception):
@@ -246,7 +246,9 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     unchanged = record.find_unchanged(outs, ins, input_of_target)
     avals = [v.aval for v in outs]
     pairs = [(input_of_target.get(target), out.number) for target, out in record.writes]
-    kept = [pair for n, pair in enumerate(pairs) if n not in unchanged]
+    targets = dict(enumerate(body.targets))
+    own = [not is_beside(targets.get(target)) for target, _ in record.writes]  # others may hold what is beside a model
+    kept = [pair for n, pair in enumerate(pairs) if n not in unchanged and own[n]]
     tape.keep(record.drop_writes(unchanged))
     donated: list[int] = []
     if donate and None not in inputs:

@@ -24,6 +24,7 @@ from lazymods.compile.given import Given
 from lazymods.compile.outside import leaving_alone
 from lazymods.compile.picture import Picture, Reads, held_by, put_item, with_inputs
 from lazymods.compile.records import Record, describe
+from lazymods.compile.tokens import Kind, kind_of
 
 _compat_tracing.let_tracers_be_data()
 
@@ -197,6 +198,11 @@ class Body:
 def mark_of(target: Any) -> Any:
     """Return what tells a target from others: hashable."""
     return target.mark if isinstance(target, Place) else id(target)
+
+
+def is_beside(target: Any) -> bool:
+    """Whether a target is a place in a plain object or container, which is no part of a model."""
+    return isinstance(target, Place) and kind_of(target.node) is not Kind.NODE
 
 
 def write(target: Any, value: Any) -> None:

@@ -83,6 +83,24 @@ def test_arrays_beside_a_model_are_inputs(form: str) -> None:
     assert traces[1:] == [0, 0, 0] or (form == "decides" and traces[2:] == [0, 0])
 
 
+def test_an_array_beside_a_model_is_not_donated() -> None:
+    held = beside(average=jnp.zeros(3), kept=[])
+    model = held.model
+
+    def step(x: jax.Array) -> jax.Array:
+        model.bias[...] = model.bias[...] + 1
+        held.average = held.average + model(x).mean(0)
+        return held.average * 1
+
+    f = lm.jit(step, donate_state=True)
+    for _ in range(3):
+        held.kept.append(held.average)
+        f(X)
+    assert not any(array.is_deleted() for array in held.kept)
+    np.testing.assert_array_equal(held.kept[0], np.zeros(3))
+    assert model.bias[...].tolist() == [3, 3, 3]
+
+
 def test_a_write_into_an_array_of_numpy_is_refused() -> None:
     held = beside(counts=np.zeros(2))
 
