@@ -16,21 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from deciding import Shortcut
 from flax import nnx
 
 import lazymods as lm
 from lazymods import _draws
-
-
-class Shortcut(nnx.Module):
-    """Draws fewer keys where the widths are equal."""
-
-    def __init__(self, n: int, m: int, *, rngs: nnx.Rngs) -> None:
-        self.fc = nnx.Linear(n, m, rngs=rngs)
-        self.short = nnx.Linear(n, m, use_bias=False, rngs=rngs) if n != m else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.fc(x) + (x if self.short is None else self.short(x))
 
 
 class Extra(nnx.Module):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from deciding import Default
 from flax import nnx
 
 import lazymods as lm
@@ -66,18 +67,6 @@ class Even(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return x @ self.w
-
-
-class Default(nnx.Module):
-    """A size that has a default, on which more depends than one shape."""
-
-    def __init__(self, n: int = 3, m: int = 2, *, rngs: nnx.Rngs) -> None:
-        self.n = n
-        self.fc = nnx.Linear(n, m, rngs=rngs)
-        self.bias = nnx.Param(jnp.zeros((n,)))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.fc(x + self.bias[None])
 
 
 class Both(nnx.Module):
