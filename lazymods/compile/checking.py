@@ -13,7 +13,7 @@ from lazymods._errors import LazyError, Problem, one_line
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
 from lazymods.compile.copies import Copies
-from lazymods.compile.given import Given
+from lazymods.compile.given import Given, with_sharing
 from lazymods.compile.picture import Picture
 from lazymods.compile.shadow import compare
 from lazymods.compile.trace import Place
@@ -48,8 +48,9 @@ def checked(
     own_held = list(map(_own, held))
     copies = Copies(Picture(call.reach), known={id(a): b for a, b in zip(held, own_held, strict=True)})
     _own_arrays(copies, call)
-    own = [_own(a) for a in arguments.arrays]
-    args, kwargs = arguments.rebuild(own, copies.of)
+    apart = {id(array): _own(array) for array in arguments.arrays}
+    own = [apart[id(array)] for array in arguments.arrays]
+    args, kwargs = with_sharing(arguments.given().of, arguments.rebuild(own, copies.of), copies.of, {})
     containers, twins = arguments.given().things, Given(args, kwargs).things
     for owner, attribute in attributes:
         copies.swap(owner, attribute)
