@@ -14,7 +14,7 @@ from jax.core import Tracer
 from lazymods import _compat
 from lazymods._compat import tracing
 from lazymods._errors import describe, short_dtype
-from lazymods.compile.tokens import Same, token
+from lazymods.compile.tokens import Kind, Same, kind_of, token
 
 
 class Rounding(NamedTuple):
@@ -65,7 +65,7 @@ def same_static(a: Any, b: Any) -> bool:
     if isinstance(a, frozenset):
         return sets_differ(a, b) is None
     if isinstance(a, float):
-        return token(a) == token(b) or (a != a and b != b)
+        return float.hex(a) == float.hex(b)  # also of a class of the user's; every nan is one
     known = token(a)
     if not isinstance(known, Same):
         return known == token(b)
@@ -107,7 +107,13 @@ def _in_set(value: Any) -> Any:
 def is_value(value: Any) -> bool:
     """Whether a value is a number or an array."""
     kinds = (bool, int, float, complex, np.generic, np.ndarray, jax.Array, Tracer)
-    return isinstance(value, (*kinds, *_compat.REFERENCES))
+    return isinstance(value, (*kinds, *_compat.REFERENCES)) or _is_empty(value)
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value is of the type of gradients of integers, of which JAX has arrays of two classes."""
+    is_array = kind_of(value) is Kind.ARRAY and not isinstance(value, jax.ShapeDtypeStruct)
+    return is_array and value.dtype == jax.dtypes.float0
 
 
 def values_differ(want: Any, got: Any) -> tuple[str, str] | None:
@@ -142,7 +148,9 @@ def _round_alike(want: complex, got: complex) -> bool:
 
 
 def _known(value: Any) -> Any:
-    """Return the value of a lazy tensor; a recording that has ended, as that of a decision, left none."""
+    """Return what is compared: the value of a lazy tensor; a recording that has ended, as of a decision, left none."""
+    if _is_empty(value) and not isinstance(value, Tracer):
+        return np.zeros(value.shape, jax.dtypes.float0)
     recorded = isinstance(value, tracing.Recorded) and value.recorder.is_valid()
     return value.now("comparison") if recorded else value
 
