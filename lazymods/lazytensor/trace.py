@@ -48,8 +48,10 @@ class LazyTensor(tracing.Recorded):
     def __format__(self, spec: str) -> str:
         return format(self.now("format"), spec)
 
-    def __reduce__(self) -> Any:
-        return self.now("pickle").__reduce__()
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        make, *rest = self.now("pickle").__reduce_ex__(max(protocol, 2))
+        is_special = make.__name__ == "__newobj__"  # to pickle, which compares the class with ours then
+        return (object.__new__ if is_special else make, *rest)
 
     def __copy__(self) -> Any:
         return self
