@@ -283,10 +283,13 @@ class JitFunction(Staged):
             call = self._bind(arguments)
             plan: Plan | None = None
             if not call.lazy:
-                with contextlib.suppress(*NOT_TRACEABLE):
+                try:
                     plan, call = self._plan(arguments, call)
+                except Exception as error:
+                    if not isinstance(error, NOT_TRACEABLE) and not _has_tracer(error):
+                        raise
         if plan is None or plan.branches:
-            return self._function(*args, **kwargs)
+            return self._plainly(arguments, args, kwargs)
         record, outputs = self._run(plan, call, arguments)
         return self.replay(record, outputs, call, plan)
 
