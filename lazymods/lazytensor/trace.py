@@ -209,6 +209,9 @@ class Session:
             cell.value = tracing.executed(cell.value)
         return cell.value
 
+    def prepare(self, operands: Sequence[Any]) -> None:
+        """In check mode, cut the graph now if it has to be for these operands, and not when they are used."""
+
     def confirm(self, name: str, known: Any, found: Any) -> None:
         """In check mode, see that what an operator was known to become is what it became."""
 
