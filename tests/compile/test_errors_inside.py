@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.core import Tracer
 
 import lazymods as lm
 
@@ -21,8 +22,10 @@ class DivergedError(Exception):
 
 
 class Net(nnx.Module):
+    extra: Any
+
     def __init__(self) -> None:
-        self.fc = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.fc: Any = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
         self.drop: Any = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
         self.note: Any = "old"
 
@@ -63,7 +66,7 @@ def loss_of(step: Callable[..., Any], model: Net, log: list[Any], x: jax.Array) 
     else:
         raise AssertionError
     assert model.note == "old" and not log and not hasattr(model, "extra") and hasattr(model, "drop")
-    assert int(model.drop.rngs.count[...]) == 0 if not isinstance(x, jax.core.Tracer) else True
+    assert int(model.drop.rngs.count[...]) == 0 if not isinstance(x, Tracer) else True
     return told + model.fc.bias[...].sum() * 100.0
 
 
