@@ -504,6 +504,33 @@ def test_an_exception_inside_of_an_exception_holds_values(wrap: str, check: bool
     np.testing.assert_array_equal(model.bias[...], np.zeros(3))
 
 
+@pytest.mark.parametrize("at", [0, 10_000, 29_999])
+def test_an_exception_with_many_parts_holds_values(at: int) -> None:
+    @lm.jit
+    def f(x: jax.Array) -> jax.Array:
+        parts: list[Any] = [[n] for n in range(30_000)]
+        parts[at].append(x.sum())
+        raise DivergedError(parts)
+
+    with pytest.raises(DivergedError) as found:
+        f(jnp.ones(3))
+    number, value = found.value.loss[at]
+    assert number == at
+    assert float(value) == 3.0
+
+
+@pytest.mark.parametrize("at", [0, 29_999])
+def test_a_result_with_many_parts_is_refused_if_it_holds_an_array(at: int) -> None:
+    def f(x: jax.Array) -> Any:
+        parts: list[Any] = [[n] for n in range(30_000)]
+        parts[at].append(x.sum())
+        return lambda: parts
+
+    for _ in range(2):
+        with pytest.raises(lm.LazyError, match="every call computes anew"):
+            lm.jit(f)(jnp.ones(3))
+
+
 def test_a_mutable_array_that_is_closed_over_is_written() -> None:
     ref = jax.new_ref(jnp.zeros(3))
 
