@@ -205,6 +205,11 @@ def test_sharding_asked_of_a_variable() -> None:
 # ---------------------------------------------------------------- what no program can do
 
 
+@pytest.mark.xfail(
+    jax.config.jax_check_tracer_leaks and jax.__version_info__ < (0, 11),  # type: ignore[attr-defined]
+    raises=IndexError,
+    reason="jax's checker fails itself at a jitted write to a mutable Variable, without a block too",
+)
 def test_mutable_variables() -> None:
     def scene() -> Any:
         with nnx.var_defaults(hijax=True):
