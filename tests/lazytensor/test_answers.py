@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.errors import FlaxError
+from jax.core import Tracer
 from jax.experimental import checkify
 from jax.typing import ArrayLike
 
@@ -216,7 +217,7 @@ def test_an_array_is_of_the_class_of_arrays(decides: bool) -> None:
     want = [*array, *array, *number, *text, *variable, *classes, *kinds]
     plain, lazy = in_and_out_of_a_block(lambda: ask(jnp.array(1.0) * 2))
     assert plain == lazy == lm.jit(ask)(jnp.array(2.0)) == want
-    assert not issubclass(jax.core.Tracer, type(jnp.ones(1)))  # of that class are arrays with a value only
+    assert not issubclass(Tracer, type(jnp.ones(1)))  # of that class are arrays with a value only
 
 
 def test_arrays_are_popped() -> None:
