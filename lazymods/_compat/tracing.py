@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from flax import nnx
 from jax._src import api_util, checkify, config, core, hijax, literals, pjit
 from jax._src.array import ArrayImpl
 from jax._src.config import eager_constant_folding
@@ -440,18 +439,6 @@ def register(cls: type[Recorded]) -> None:
 
     pxla.shard_arg_handlers[cls] = shard
     core.pytype_aval_mappings[cls] = operator.attrgetter("aval")
-
-
-def let_tracers_be_data() -> None:
-    """Let flax take a tracer for an array where it is an attribute: data, and no static value.
-
-    ``nnx.Pytree`` looks at the class of what it is given, and knows tracers by none: an array that a traced function
-    stored in an object would be a static attribute, and in no state. Reaches for the classes below ``core.Tracer``.
-    """
-    classes = [Tracer]
-    for cls in classes:
-        classes += cls.__subclasses__()
-        nnx.register_data_type(cls)
 
 
 def array_type() -> type:

@@ -18,6 +18,7 @@ import jax
 
 from lazymods import _compat, _first_call, _graph, _lifecycle
 from lazymods._compat import jit as _compat_jit
+from lazymods._compat import subclasses as _compat_subclasses
 from lazymods._compat import tracing as _compat_tracing
 from lazymods.compile.copies import Copies
 from lazymods.compile.given import Given
@@ -26,7 +27,7 @@ from lazymods.compile.picture import Picture, Reads, held_by, put_item, with_inp
 from lazymods.compile.records import Record, describe
 from lazymods.compile.tokens import Kind, kind_of
 
-_compat_tracing.let_tracers_be_data()
+_compat_subclasses.let_tracers_be_arrays()
 
 
 class Place:

@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from lazymods._compat import calls, tracing, values
+from lazymods._compat import calls, subclasses, tracing, values
 from lazymods.lazytensor import executor, metrics
 from lazymods.lazytensor.graph import Cell, Graph, Node, graph_of, needed
 from lazymods.lazytensor.kinds import kind_of
@@ -84,7 +84,7 @@ def _of_the_value(name: str) -> Any:
 
 
 tracing.register(LazyTensor)
-tracing.let_tracers_be_data()
+subclasses.let_tracers_be_arrays()
 values.register(LazyTensor)
 for _name in (
     *("addressable_data", "addressable_shards", "committed", "delete", "device", "devices", "global_shards"),

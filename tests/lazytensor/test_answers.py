@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import os
 import pickle
 import subprocess
@@ -17,7 +18,9 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.errors import FlaxError
+from jax.core import Tracer
 from jax.experimental import checkify
+from jax.typing import ArrayLike
 
 import lazymods as lm
 
@@ -193,6 +196,53 @@ def test_an_array_that_a_compiled_function_stores_is_data(decides: bool) -> None
     for _ in range(3):
         got, want = state(models[0], call(models[0], jnp.ones(2))), state(models[1], store(models[1], jnp.ones(2)))
         assert got == want
+
+
+@pytest.mark.parametrize("decides", [False, True])
+def test_an_array_is_of_the_class_of_arrays(decides: bool) -> None:
+    @functools.singledispatch
+    def dispatched(_: object) -> str:
+        return "object"
+
+    dispatched.register(jax.Array, lambda _: "array")
+
+    def ask(x: Any) -> list[Any]:
+        if decides and x > 5:
+            return []
+        unions: list[Any] = [ArrayLike, ArrayLike | nnx.Variable, jax.Array, jax.Array | str]
+        asked = (x, x + 1, 1, "text", nnx.Param(x))
+        found = [isinstance(value, union) for value in asked for union in unions]
+        return [*found, *(issubclass(type(value), jax.Array) for value in asked), *map(dispatched, asked)]
+
+    array, number = [True] * 4, [True, True, False, False]
+    text, variable = [False, False, False, True], [False, True, False, False]
+    classes, kinds = [True, True, False, False, False], ["array", "array", "object", "object", "object"]
+    want = [*array, *array, *number, *text, *variable, *classes, *kinds]
+    plain, lazy = in_and_out_of_a_block(lambda: ask(jnp.array(1.0) * 2))
+    assert plain == lazy == lm.jit(ask)(jnp.array(2.0)) == want
+    assert not issubclass(Tracer, type(jnp.ones(1)))  # of that class are arrays with a value only
+
+
+def test_arrays_are_popped() -> None:
+    class Held(nnx.Module):
+        def __init__(self, x: Any) -> None:
+            self.seen, self.kept, self.count = x * 2, x * 3, nnx.BatchStat(x)
+
+    def pop(held: Any, x: Any) -> Any:
+        inside = {"seen": x + 1, "kept": x}
+        popped = [nnx.pop(node, lambda path, _: path[-1] in ("seen", "count")) for node in (held, {"a": inside})]
+        return [dict(nnx.to_flat_state(state)) for state in popped], inside
+
+    def scene(pop: Callable[..., Any]) -> Any:
+        x = jnp.array(1.0) * 2
+        held = Held(x)
+        out = jax.tree.map(lambda v: float(v[...]), pop(held, x), is_leaf=lambda v: isinstance(v, nnx.Variable))
+        return out, sorted(name for name in vars(held) if not name.startswith("_")), float(held.kept)
+
+    plain, lazy = in_and_out_of_a_block(lambda: scene(pop))
+    compiled, both = in_and_out_of_a_block(lambda: scene(lm.jit(pop)))
+    want = ([{("seen",): 4.0, ("count",): 2.0}, {("a", "seen"): 3.0}], {"kept": 2.0}), ["kept"], 6.0
+    assert plain == lazy == compiled == both == want
 
 
 def test_sharding_asked_of_a_variable() -> None:
