@@ -249,7 +249,7 @@ def _open_arrays(path: Path, folder: Path, tree: _Tree) -> dict[Keys, tuple[Stor
 
 def _spec(folder: Path, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return where tensorstore finds an array, as Orbax lays it out."""
-    root = f"{folder.absolute()}/"
+    root = f"{folder.resolve()}/"  # tensorstore takes no path with ".." in it
     use_ocdbt = options.get("use_ocdbt")
     if (folder / _STORE).exists() if use_ocdbt is None else use_ocdbt:
         base = {"driver": "file", "path": root}
