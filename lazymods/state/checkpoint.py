@@ -17,7 +17,6 @@ from flax import nnx
 from lazymods import _graph, _lifecycle
 from lazymods._error_lists import cause_of
 from lazymods._errors import StateDictError, describe
-from lazymods._placeholder import fits
 from lazymods._recipe import is_key
 from lazymods.state import names
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
@@ -25,12 +24,10 @@ from lazymods.state.files.opening import read_checkpoint
 from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, printable, refuse
 from lazymods.state.load import LoadResult, Origin, load_entries
 from lazymods.state.names import Rename
+from lazymods.state.parts import may_fit, part_of
 from lazymods.state.progress import progress_bar
 
 LAYOUTS = ("flax", "torch")
-
-_MAX_KIND_BYTES = 100  # of the name of a key's kind
-
 
 def load(
     model: nnx.Pytree | MutableMapping[str, Any],
@@ -55,8 +52,9 @@ def load(
         model: An nnx module, or any nnx object, also one that ``nnx.eval_shape`` made; or a dict of a training state
             as :func:`save` takes it, whose numbers and texts are set in it: a number of another type takes the file's.
         path: A file or folder; its format is told by its content, then by its name: safetensors, an index of sharded
-            files (``*.index.json``), a Hugging Face folder, npz, an Orbax folder, or a PyTorch file (``pip install
-            lazymods[torch]``).
+            files (``*.index.json``), a Hugging Face folder, npz, an Orbax folder, or a PyTorch file, which is
+            read without PyTorch and never run. Of one that holds several mappings of tensors (a model's, an
+            optimizer's) the one that fits is taken.
         layout: ``"flax"``, or ``"torch"`` for names and layouts as PyTorch's modules have them: each module of the
             model reads those of its PyTorch counterpart.
         rename: From a name of the file to a name of the model, before the layout: a mapping (other names stay), a list
@@ -79,7 +77,6 @@ def load(
         CheckpointError: If the file is not what it claims to be.
         StateDictError: If its entries do not fit the model, as for :func:`load_state_dict`.
         FileNotFoundError: If there is no such file.
-        ImportError: If it is a PyTorch file and torch is not installed.
         TypeError: If the model is neither an nnx object nor a dict or list that can be written to.
         ValueError: If an argument has no such choice.
 
@@ -108,8 +105,8 @@ def load(
         survey = Survey(model)
 
         def read(file: Checkpoint) -> tuple[Checkpoint, dict[str, Any], dict[str, tuple[str, ...]]]:
-            entries, sources = _entries(survey, file, layout, rename, flatten)
-            return file, _values(survey, entries), sources
+            part, entries, sources = part_of(survey, file, lambda p: _entries(survey, p, layout, rename, flatten))
+            return part, _values(survey, entries), sources
 
         file, entries, sources = read_checkpoint(path, read)
         _check_booleans(entries, file)
@@ -176,20 +173,11 @@ def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in entries.items():
         if isinstance(value, StoredTensor):
             place = survey.places.get(name) or survey.places.get(base_name(name))
-            if place is not None and not survey.hooked and not _may_fit(place, name, value):
+            if place is not None and not survey.hooked and not may_fit(place, name, value):
                 out[name] = Unread.of(value)
             elif place is not None or everything:
                 out[name] = value.read()
     return out
-
-
-def _may_fit(place: Place, name: str, value: StoredTensor) -> bool:
-    if name != place.name:  # the name of a key's kind, or a text
-        return not name.endswith(f".{IMPL}") or value.nbytes <= _MAX_KIND_BYTES
-    if place.lazy:
-        return fits(place.value.recipe.shape, value.shape)
-    shape = tuple(np.shape(place.value))
-    return shape == (value.shape[:-1] if is_key(place.value) else value.shape)
 
 
 def _check_booleans(entries: Mapping[str, Any], file: Checkpoint) -> None:

@@ -39,9 +39,9 @@ def _converted(value: Any) -> np.ndarray[Any, Any] | None:
     torch = sys.modules.get("torch")
     try:
         if torch is not None and isinstance(value, torch.Tensor):
-            from lazymods.state.files import torch_file
+            from lazymods.state.files import torch_tensors
 
-            return torch_file.array_of(value.cpu())
+            return torch_tensors.array_of(value.cpu())
         return np.asarray(value)
     except Exception:  # as of a library that copies nothing from its device without being told
         return None

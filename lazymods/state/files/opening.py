@@ -69,7 +69,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: If it is not what it claims to be; the error names the file, and the tensor if there is one.
         FileNotFoundError: If there is no such path.
-        ImportError: If it is a PyTorch file and torch is not installed.
     """
     path = Path(path)
     if not path.exists():

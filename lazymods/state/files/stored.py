@@ -102,6 +102,7 @@ class Checkpoint:
         aliases: Further names of tensors, each with the name that holds the values.
         weak: The names of tensors whose dtype is weak, as that of ``jnp.full(3, 0.5)`` is.
         metadata: Texts that the file carries.
+        roots: Beginnings of names, of parts of the file any one of which may be all that is meant.
         check_sums: Reads all that has a checksum which reading the tensors does not look at, and raises
             ``CheckpointError`` if one differs.
     """
@@ -112,6 +113,7 @@ class Checkpoint:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     weak: Collection[str] = ()
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    roots: Collection[str] = ()
     check_sums: Callable[[], None] = lambda: None
 
 
