@@ -120,8 +120,7 @@ def load(
             def warn(result: LoadResult) -> None:
                 if not result.matched and entries and survey.places:
                     _warn_of_nothing(result, file)
-                if layout == "flax":
-                    _warn_of_untied(survey.places, file, sources)
+                _warn_of_untied(survey.places, file, sources)
 
             origin = Origin(_called(file), sources, owned, advance, layout == "flax", weak, warn)
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
@@ -256,15 +255,21 @@ def _is_wider_float(value: Any) -> bool:
 
 def _warn_of_untied(places: Mapping[str, Place], file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> None:
     """Say what is one parameter in the file and two in the model: which Variables it shares, the model decides."""
-    name_of = {origin: name for name, (origin, *_) in sources.items()}
-    apart = []
+    name_of = {origin: name for name, origins in sources.items() for origin in origins[:1]}
+    groups: dict[str, list[str]] = {}
     for alias, kept in file.aliases.items():
-        here, there = places.get(name_of.get(alias, "")), places.get(name_of.get(kept, ""))
-        if here and there and here.is_variable and there.is_variable and here.owner is not there.owner:
-            apart.append((here.name, there.name))
+        groups.setdefault(kept, [kept]).append(alias)
+    apart = []
+    for group in (*groups.values(), *file.ties):
+        found = [place for name in group if (place := places.get(name_of.get(name, ""))) and place.is_variable]
+        apart += [(place.name, found[0].name) for place in found[1:] if place.owner is not found[0].owner]
     if apart:
         shown = ", ".join(f"{a} and {b}" for a, b in apart[:3])
         more = f" and {len(apart) - 3} more pairs" if len(apart) > 3 else ""
         told = f"{file.path.name}: {shown}{more} are one parameter in the file and two in the model"
-        text = f"{told}; both are filled, and will train apart. To tie them: model.{apart[0][0]} = model.{apart[0][1]}"
-        _warn(text)
+        a, b = apart[0]
+        if a.rpartition(".")[2] == b.rpartition(".")[2]:
+            line = f"To tie them: model.{a} = model.{b}"
+        else:  # an nnx.Linear has the transpose of what an nnx.Embed has
+            line = "To use one for both: nnx.Embed.attend"
+        _warn(f"{told}; both are filled, and will train apart. {line}")

@@ -182,6 +182,10 @@ def _check_entry(plan: Plan, place: Place, value: Any) -> None:
         got = f"{describe(array)}, a traced value of a transform that the model is outside of"
         plan.problem(place, got, "a value that outlives the transform", "the load before or after the transform")
         return
+    if _has_no_numbers(current):
+        got = f"{describe(value)}, for an array of {current.dtype} in the model"
+        plan.problem(place, got, "an array of numbers, as it is there", f"an array of numbers for {place.name}")
+        return
     shape = current.recipe.shape if place.lazy else tuple(np.shape(current))
     if not fits(shape, array.shape):
         needed = show_shape(shape) if shape is not None else "?"
@@ -214,6 +218,10 @@ def _check_plain(plan: Plan, place: Place, value: Any, current: Any) -> None:
     else:
         number = array if is_number(array) else as_number(array, current)
         plan.writes[place.name] = Write(place, number, None, current)
+
+
+def _has_no_numbers(current: Any) -> bool:
+    return isinstance(current, np.ndarray) and as_array(current) is None
 
 
 def _partial(value: UninitializedVariable) -> str:

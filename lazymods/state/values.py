@@ -50,6 +50,8 @@ def _converted(value: Any) -> np.ndarray[Any, Any] | None:
 def _is_numeric(array: Any) -> bool:
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return False
+    if array.dtype.kind == "m":  # a time, which numpy counts among the integers
+        return False
     return jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
 
 

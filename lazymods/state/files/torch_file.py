@@ -67,12 +67,12 @@ def open_torch(path: Path) -> Checkpoint:
         raise refuse(
             path, what, "an ordinary tensor with values", tensor=name, write="tensor.dequantize() or .to_dense()"
         )
-    tensors, roots = torch_tensors.named(path, data, found.tree, found.places, is_swapped=found.is_swapped)
+    named = torch_tensors.named(path, data, found.tree, found.places, is_swapped=found.is_swapped)
 
     def check_sums() -> None:  # reads the directory anew: kept, it would be a third of what an opened file takes
         archive.check_sums(path, data, _entries(path, data).values() if is_zip else ())
 
-    return Checkpoint(path, "PyTorch", tensors, roots=roots, check_sums=check_sums)
+    return Checkpoint(path, "PyTorch", named.tensors, roots=named.roots, ties=named.ties, check_sums=check_sums)
 
 
 def _trusted_names() -> set[str]:

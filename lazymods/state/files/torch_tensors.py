@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,9 +37,21 @@ _DTYPES = {
 _NEEDED = "what torch.save writes of a state dict"
 
 
-def named(
-    path: Path, data: Array, tree: Any, places: Mapping[str, int], *, is_swapped: bool
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+class Named(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+        tensors: The tensors and other values by name.
+        roots: If there is no tensor among the values of the tree itself: which of these are mappings that have some.
+        ties: Names of tensors that share all of their memory, in groups.
+    """
+
+    tensors: dict[str, Any]
+    roots: Sequence[str]
+    ties: Collection[Sequence[str]]
+
+
+def named(path: Path, data: Array, tree: Any, places: Mapping[str, int], *, is_swapped: bool) -> Named:
     """Name by dots what a file holds, nested as it may be.
 
     Args:
@@ -48,10 +60,6 @@ def named(
         tree: What its pickle describes.
         places: Where the bytes of each storage begin, by the storage's key.
         is_swapped: Whether its numbers have their first byte first.
-
-    Returns:
-        The tensors and other values by name; and, if there is no tensor among the values of the tree itself, which of
-        these are mappings that have some.
 
     Raises:
         CheckpointError: If the tree is no mapping, or holds a tensor that has no array.
@@ -62,9 +70,9 @@ def named(
     names.add("", tree, 0)
     expanded = [t for t in names.found.values() if isinstance(t, StoredTensor)]
     check_unpacked(path, sum(t.nbytes for t in expanded), len(data))
-    if any(isinstance(value, Tensor) for value in tree.values()):
-        return names.found, ()
-    return names.found, tuple(str(key) for key, value in tree.items() if names.holds_tensors(value))
+    is_flat = any(isinstance(value, Tensor) for value in tree.values())
+    roots = () if is_flat else [str(key) for key, value in tree.items() if names.holds_tensors(value)]
+    return Named(names.found, roots, names.ties.values())
 
 
 def _called(value: Any) -> str:
@@ -78,6 +86,8 @@ class _Names:
         self.path, self.data, self.places, self.is_swapped = path, data, places, is_swapped
         self.holding: dict[int, bool] = {}
         self.found: dict[str, Any] = {}
+        self.first: dict[Any, str] = {}
+        self.ties: dict[str, list[str]] = {}
         self.characters = 0
 
     def holds_tensors(self, value: Any, depth: int = 0) -> bool:
@@ -116,6 +126,9 @@ class _Names:
         begin = self.places[storage.key if storage.root is None else storage.root] + storage.begin
         if 0 not in shape:
             begin += tensor.offset * tensor.itemsize
+            first = self.first.setdefault((begin, dtype, *shape, *tensor.strides), name)
+            if first is not name:
+                self.ties.setdefault(first, [first]).append(name)
         is_computed = tensor.is_conjugate or tensor.is_negative or self.is_swapped
         if not is_computed and _is_contiguous(shape, tensor.strides):
             return StoredTensor(name, shape, dtype, self.path, self.data, begin)

@@ -112,3 +112,72 @@ def test_nothing_that_fits_is_told_by_its_names(tmp_path: Path) -> None:
     torch.save({"state_dict": {"x": torch.ones(2)}, "model": {"x": torch.ones(2)}}, tmp_path / "m.pt")
     with pytest.raises(lm.CheckpointError, match="several state dicts that may be meant: state_dict, model"):
         lm.load(ready(), tmp_path / "m.pt", strict=False)
+
+
+# ---------------------------------------------------------------- ties
+
+
+class Two(nnx.Module):
+    def __init__(self, *, is_lazy: bool) -> None:
+        make = lazy if is_lazy else ready
+        self.a, self.b = make(), make()
+
+
+def tied() -> dict[str, Any]:
+    weight = weights(1)["weight"]
+    return {"a.weight": weight, "a.bias": torch.zeros(2), "b.weight": weight, "b.bias": torch.zeros(2)}
+
+
+@pytest.mark.parametrize("is_lazy", [True, False])
+@pytest.mark.parametrize("layout", ["torch", "flax"])
+@pytest.mark.parametrize("root", [None, "model"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_one_tensor_for_two_parameters(
+    tmp_path: Path, layout: str, root: str | None, zipped: bool, is_lazy: bool
+) -> None:
+    state = tied()
+    if layout == "flax":
+        state = {name.replace("weight", "kernel"): value.t().contiguous() for name, value in state.items()}
+        state["b.kernel"] = state["a.kernel"]
+    # an optimizer's state that has the same memory is no parameter
+    tree = state if root is None else {"first": {"master": state["a.bias"], "other": next(iter(state.values()))}} | {
+        root: state
+    }
+    torch.save(tree, tmp_path / "m.pt", _use_new_zipfile_serialization=zipped)
+    model = Two(is_lazy=is_lazy)
+    with pytest.warns(UserWarning) as caught:
+        lm.load(model, tmp_path / "m.pt", layout=layout)
+    assert [str(w.message) for w in caught] == [
+        "m.pt: b.kernel and a.kernel are one parameter in the file and two in the model; both are filled, and will "
+        "train apart. To tie them: model.b.kernel = model.a.kernel"
+    ]
+    np.testing.assert_array_equal(model.b.kernel[...], np.ones((3, 2)))
+
+
+def test_tied_in_the_model_as_well(tmp_path: Path) -> None:
+    torch.save(tied(), tmp_path / "m.pt")
+    model = Two(is_lazy=False)
+    model.b.kernel = model.a.kernel
+    lm.load(model, tmp_path / "m.pt", layout="torch")
+    assert model.b.kernel is model.a.kernel
+
+
+def test_an_embedding_and_a_head(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    torch.save({"wte.weight": weight, "head.weight": weight}, tmp_path / "m.pt")
+    rngs = nnx.Rngs(0)
+    model = nnx.Dict(wte=nnx.Embed(2, 3, rngs=rngs), head=nnx.Linear(3, 2, use_bias=False, rngs=rngs))
+    with pytest.warns(UserWarning, match=r"head\.kernel and wte\.embedding .* for both: nnx\.Embed\.attend$"):
+        lm.load(model, tmp_path / "m.pt", layout="torch")
+    np.testing.assert_array_equal(model.head.kernel[...], model.wte.embedding[...].T)
+
+
+def test_parts_of_one_storage_are_not_tied(tmp_path: Path) -> None:
+    both = torch.arange(12.0).reshape(4, 3)
+    square = torch.arange(9.0).reshape(3, 3)
+    tree = {"x": both[:2], "y": both[2:], "s": square, "t": square.T, "e": both[:0], "f": both[:0]}
+    torch.save(tree, tmp_path / "m.pt")
+    shapes = {"x": (2, 3), "y": (2, 3), "s": (3, 3), "t": (3, 3), "e": (0, 3), "f": (0, 3)}
+    model = nnx.Dict(**{name: nnx.Param(jnp.zeros(shape)) for name, shape in shapes.items()})
+    lm.load(model, tmp_path / "m.pt")
+    np.testing.assert_array_equal(model.t[...], square.numpy().T)

@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +149,22 @@ def test_the_cause_comes_first_and_names_are_told_together(tmp_path: Path) -> No
     assert len(caught.value.problems) == 256
     with pytest.warns(UserWarning, match=r"nothing was loaded.*begin with 'backbone\.'"):
         lm.load(model, tmp_path / "m.safetensors", strict=False)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_who_writes_to_a_mapped_parameter_writes_to_a_copy(suffix: str, tmp_path: Path) -> None:
+    """As PyTorch does through DLPack: the process lives on, and the file is as it was."""
+    path = tmp_path / f"m{suffix}"
+    lm.save({"x": jnp.ones((64, 64))}, path)
+    raw = path.read_bytes()
+    code = f"""
+import ctypes, jax.numpy as jnp, lazymods as lm
+state, other = {{"x": jnp.zeros((64, 64))}}, {{"x": jnp.zeros((64, 64))}}
+lm.load(state, {str(path)!r})
+ctypes.memset(state["x"].unsafe_buffer_pointer(), 0, 4)
+lm.load(other, {str(path)!r})
+print(int(state["x"].sum()), int(other["x"].sum()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["4095", "4096"]
+    assert path.read_bytes() == raw
