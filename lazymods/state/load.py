@@ -400,6 +400,8 @@ def _new_value(write: Write, array: jax.Array | None, origin: Origin) -> Any:
         return np.array(write.value, write.current.dtype)
     if array is None:
         array = cast(write.value, write.dtype, write.current)
+    if write.place.name in origin.weak and not write.place.lazy:
+        return weakly_typed(array) if array.dtype == write.value.dtype else array
     weak = write.place.name in origin.weak or is_weak(write.value)
     return weakly_typed(array) if weak and _is_weak_place(write) else array
 

@@ -21,7 +21,7 @@ from lazymods._spec import REFUSALS, LayerSpec
 from lazymods._template import Template
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
 from lazymods.state.plain import as_number
-from lazymods.state.values import as_array, cast_problem, is_deleted, is_number, own, same_values
+from lazymods.state.values import as_array, cast_problem, is_deleted, is_number, own, same_numbers, same_values
 
 
 class Write(NamedTuple):
@@ -144,7 +144,7 @@ def _ties_agree(plan: Plan, found: list[Place], given: Mapping[str, Any]) -> boo
         a, b = given[first.name], given[other.name]
         if _graph.is_placeholder(a) or _graph.is_placeholder(b):
             continue
-        if not same_values(a, b):
+        if not same_values(a, b) and not same_numbers(a, b):
             plan.problem(
                 other,
                 f"another value than {first.name}, to which it is tied in the model",

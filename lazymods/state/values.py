@@ -176,3 +176,12 @@ def same_values(a: Any, b: Any) -> bool:
         return False
     left, right = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
     return np.array_equal(left, right)
+
+
+def same_numbers(a: Any, b: Any) -> bool:
+    """Whether two entries hold the same numbers in two dtypes, one of which has all that the other has."""
+    a, b = as_array(a), as_array(b)
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    is_wider = np.can_cast(a.dtype, b.dtype) or np.can_cast(b.dtype, a.dtype)
+    return is_wider and np.array_equal(np.asarray(a), np.asarray(b))

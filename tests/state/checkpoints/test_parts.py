@@ -166,7 +166,7 @@ def test_an_embedding_and_a_head(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     torch.save({"wte.weight": weight, "head.weight": weight}, tmp_path / "m.pt")
     rngs = nnx.Rngs(0)
-    model = nnx.Dict(wte=nnx.Embed(2, 3, rngs=rngs), head=nnx.Linear(3, 2, use_bias=False, rngs=rngs))
+    model: Any = nnx.Dict(wte=nnx.Embed(2, 3, rngs=rngs), head=nnx.Linear(3, 2, use_bias=False, rngs=rngs))
     with pytest.warns(UserWarning, match=r"head\.kernel and wte\.embedding .* for both: nnx\.Embed\.attend$"):
         lm.load(model, tmp_path / "m.pt", layout="torch")
     np.testing.assert_array_equal(model.head.kernel[...], model.wte.embedding[...].T)

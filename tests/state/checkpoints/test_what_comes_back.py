@@ -31,6 +31,20 @@ class Scaled(nnx.Module):
 
 
 @each_format
+def test_a_weak_type_comes_back_into_a_strong_place(suffix: str, tmp_path: Path) -> None:
+    """A schedule makes a weak number of what was strong at first; of another dtype it is cast, and strong."""
+    run = {"lr": jnp.where(jnp.bool_(True), 0.1, 0.2), "low": jnp.asarray(0.5), "x": jnp.ones(2, jnp.bfloat16)}
+    lm.save(run, tmp_path / f"s{suffix}")
+    fresh = {"lr": jnp.float32(0.3), "low": jnp.bfloat16(0), "x": jnp.zeros(2, jnp.bfloat16)}
+    lm.load(fresh, tmp_path / f"s{suffix}")
+    assert [fresh[name].weak_type for name in fresh] == [True, False, False]
+    assert fresh["low"].dtype == jnp.bfloat16
+    stepped, wanted = fresh["x"] * fresh["lr"], run["x"] * run["lr"]
+    assert stepped.dtype == wanted.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(stepped, wanted)
+
+
+@each_format
 def test_a_weak_type_comes_back(suffix: str, tmp_path: Path) -> None:
     saved, loaded, x = Scaled(0.3), Scaled(7.0), jnp.arange(3, dtype=jnp.bfloat16)
     lm.save(saved, tmp_path / f"s{suffix}")
