@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,14 +77,28 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     path = Path(os.fsdecode(path))
     if not os.path.exists(path):
         path = _moved(path)
-    if path.is_file():
-        with open(path, "rb") as file:
-            head = file.read(512)
-        if looks_like_safetensors(head):
-            return open_safetensors(path)
-    from lazymods.state.files.others import open_other  # takes longer to import than a small file to load
+    with _without_collections():
+        if path.is_file():
+            with open(path, "rb") as file:
+                head = file.read(512)
+            if looks_like_safetensors(head):
+                return open_safetensors(path)
+        from lazymods.state.files.others import open_other  # takes longer to import than a small file to load
 
-    return open_other(path)
+        return open_other(path)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep Python's collector from going through the tensors so far, again and again: it is up to half of the time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _moved(path: Path) -> Path:
