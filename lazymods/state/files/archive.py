@@ -212,7 +212,7 @@ def _locate(path: Path, data: Array, directory: _Directory, central: _Central) -
     begin = central.header + _LOCAL.size
     if begin > directory.begin:
         raise wrong(f"an entry that begins at byte {central.header:,}", f"one before byte {directory.begin:,}")
-    fields = _LOCAL.unpack_from(data, central.header)
+    fields = _LOCAL.unpack_from(data.data, central.header)
     magic, _, flags, method, _, _, crc, stored, size, name_length, extra_length = fields
     texts = data.data[begin : begin + name_length + extra_length].tobytes()
     name, extra = texts[:name_length], texts[name_length:]
