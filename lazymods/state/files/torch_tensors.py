@@ -71,7 +71,7 @@ def named(path: Path, data: Array, tree: Any, places: Mapping[str, int], *, is_s
     expanded = [t for t in names.found.values() if isinstance(t, StoredTensor)]
     check_unpacked(path, sum(t.nbytes for t in expanded), len(data))
     is_flat = any(isinstance(value, Tensor) for value in tree.values())
-    roots = () if is_flat else [str(key) for key, value in tree.items() if names.holds_tensors(value)]
+    roots = () if is_flat else tuple(str(key) for key, value in tree.items() if names.holds_tensors(value))
     return Named(names.found, roots, names.ties.values())
 
 
