@@ -8,6 +8,8 @@ python -m lazymods check FILE      whether it is sound: all of it is read, and w
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -81,5 +83,19 @@ def _total(checkpoint: Checkpoint) -> str:
     return f"{printable(str(checkpoint.path), 5000)}: {checkpoint.format}, {len(tensors)} tensors, {total:,} bytes"
 
 
+def run() -> int:
+    """Run the command as a program: where names can't be shown they are escaped; who stops listening is left alone."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 1
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

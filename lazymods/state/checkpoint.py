@@ -17,7 +17,6 @@ from flax import nnx
 from lazymods import _graph, _lifecycle
 from lazymods._error_lists import cause_of
 from lazymods._errors import StateDictError, describe
-from lazymods._placeholder import fits
 from lazymods._recipe import is_key
 from lazymods.state import names
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
@@ -25,12 +24,10 @@ from lazymods.state.files.opening import read_checkpoint
 from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, printable, refuse
 from lazymods.state.load import LoadResult, Origin, load_entries
 from lazymods.state.names import Rename
+from lazymods.state.parts import may_fit, part_of
 from lazymods.state.progress import progress_bar
 
 LAYOUTS = ("flax", "torch")
-
-_MAX_KIND_BYTES = 100  # of the name of a key's kind
-
 
 def load(
     model: nnx.Pytree | MutableMapping[str, Any],
@@ -55,8 +52,9 @@ def load(
         model: An nnx module, or any nnx object, also one that ``nnx.eval_shape`` made; or a dict of a training state
             as :func:`save` takes it, whose numbers and texts are set in it: a number of another type takes the file's.
         path: A file or folder; its format is told by its content, then by its name: safetensors, an index of sharded
-            files (``*.index.json``), a Hugging Face folder, npz, an Orbax folder, or a PyTorch file (``pip install
-            lazymods[torch]``).
+            files (``*.index.json``), a Hugging Face folder, npz, an Orbax folder, or a PyTorch file, which is
+            read without PyTorch and never run. Of one that holds several mappings of tensors (a model's, an
+            optimizer's) the one that fits is taken.
         layout: ``"flax"``, or ``"torch"`` for names and layouts as PyTorch's modules have them: each module of the
             model reads those of its PyTorch counterpart.
         rename: From a name of the file to a name of the model, before the layout: a mapping (other names stay), a list
@@ -79,7 +77,6 @@ def load(
         CheckpointError: If the file is not what it claims to be.
         StateDictError: If its entries do not fit the model, as for :func:`load_state_dict`.
         FileNotFoundError: If there is no such file.
-        ImportError: If it is a PyTorch file and torch is not installed.
         TypeError: If the model is neither an nnx object nor a dict or list that can be written to.
         ValueError: If an argument has no such choice.
 
@@ -108,8 +105,8 @@ def load(
         survey = Survey(model)
 
         def read(file: Checkpoint) -> tuple[Checkpoint, dict[str, Any], dict[str, tuple[str, ...]]]:
-            entries, sources = _entries(survey, file, layout, rename, flatten)
-            return file, _values(survey, entries), sources
+            part, entries, sources = part_of(survey, file, lambda p: _entries(survey, p, layout, rename, flatten))
+            return part, _values(survey, entries), sources
 
         file, entries, sources = read_checkpoint(path, read)
         _check_booleans(entries, file)
@@ -123,8 +120,7 @@ def load(
             def warn(result: LoadResult) -> None:
                 if not result.matched and entries and survey.places:
                     _warn_of_nothing(result, file)
-                if layout == "flax":
-                    _warn_of_untied(survey.places, file, sources)
+                _warn_of_untied(survey.places, file, sources)
 
             origin = Origin(_called(file), sources, owned, advance, layout == "flax", weak, warn)
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
@@ -176,20 +172,11 @@ def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in entries.items():
         if isinstance(value, StoredTensor):
             place = survey.places.get(name) or survey.places.get(base_name(name))
-            if place is not None and not survey.hooked and not _may_fit(place, name, value):
+            if place is not None and not survey.hooked and not may_fit(place, name, value):
                 out[name] = Unread.of(value)
             elif place is not None or everything:
                 out[name] = value.read()
     return out
-
-
-def _may_fit(place: Place, name: str, value: StoredTensor) -> bool:
-    if name != place.name:  # the name of a key's kind, or a text
-        return not name.endswith(f".{IMPL}") or value.nbytes <= _MAX_KIND_BYTES
-    if place.lazy:
-        return fits(place.value.recipe.shape, value.shape)
-    shape = tuple(np.shape(place.value))
-    return shape == (value.shape[:-1] if is_key(place.value) else value.shape)
 
 
 def _check_booleans(entries: Mapping[str, Any], file: Checkpoint) -> None:
@@ -268,15 +255,21 @@ def _is_wider_float(value: Any) -> bool:
 
 def _warn_of_untied(places: Mapping[str, Place], file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> None:
     """Say what is one parameter in the file and two in the model: which Variables it shares, the model decides."""
-    name_of = {origin: name for name, (origin, *_) in sources.items()}
-    apart = []
+    name_of = {origin: name for name, origins in sources.items() for origin in origins[:1]}
+    groups: dict[str, list[str]] = {}
     for alias, kept in file.aliases.items():
-        here, there = places.get(name_of.get(alias, "")), places.get(name_of.get(kept, ""))
-        if here and there and here.is_variable and there.is_variable and here.owner is not there.owner:
-            apart.append((here.name, there.name))
+        groups.setdefault(kept, [kept]).append(alias)
+    apart = []
+    for group in (*groups.values(), *file.ties):
+        found = [place for name in group if (place := places.get(name_of.get(name, ""))) and place.is_variable]
+        apart += [(place.name, found[0].name) for place in found[1:] if place.owner is not found[0].owner]
     if apart:
         shown = ", ".join(f"{a} and {b}" for a, b in apart[:3])
         more = f" and {len(apart) - 3} more pairs" if len(apart) > 3 else ""
         told = f"{file.path.name}: {shown}{more} are one parameter in the file and two in the model"
-        text = f"{told}; both are filled, and will train apart. To tie them: model.{apart[0][0]} = model.{apart[0][1]}"
-        _warn(text)
+        a, b = apart[0]
+        if a.rpartition(".")[2] == b.rpartition(".")[2]:
+            line = f"To tie them: model.{a} = model.{b}"
+        else:  # an nnx.Linear has the transpose of what an nnx.Embed has
+            line = "To use one for both: nnx.Embed.attend"
+        _warn(f"{told}; both are filled, and will train apart. {line}")

@@ -32,7 +32,7 @@ from lazymods.state.files.stored import StoredTensor, Unread
 from lazymods.state.plain import decoded
 from lazymods.state.plan import Plan, Write, make_plan
 from lazymods.state.transfer import Incoming, transfer
-from lazymods.state.values import cast, is_weak, own, weakly_typed
+from lazymods.state.values import cast, is_weak, own, same_values, weakly_typed
 
 
 class _Lists(NamedTuple):
@@ -312,7 +312,7 @@ def _write(plan: Plan, origin: Origin) -> None:
         _lifecycle.note_draws(layer, blueprint, roots=plan.model, strict=False)
     for layer, blueprint in plan.sized:
         _structure.renew_random_state(layer, blueprint)
-    _write_values(plan.writes.values(), origin)
+    _write_values(plan, origin)
     for layer, blueprint in plan.sized:
         _lifecycle.settle(layer, blueprint, strict=False)
     written = {id(write.place.owner) for write in plan.writes.values()}
@@ -331,8 +331,9 @@ def _write(plan: Plan, origin: Origin) -> None:
             raise StateDictError(Problem(where, got, needed, line), heading=_heading(plan.model, origin)) from error
 
 
-def _write_values(writes: Collection[Write], origin: Origin) -> None:
+def _write_values(plan: Plan, origin: Origin) -> None:
     """Make all values, then write them: into arrays of numpy in place, else in place of what is there."""
+    writes = plan.writes.values()
     batch = [w for w in writes if _is_transferred(w)]
     arrays = transfer([_incoming(w, origin) for w in batch], origin.advance)
     on_device = {w.place.name: a for w, a in zip(batch, arrays, strict=True)}
@@ -345,17 +346,30 @@ def _write_values(writes: Collection[Write], origin: Origin) -> None:
         write = planned._replace(value=copies.get(planned.place.name, planned.value))
         value = _new_value(write, on_device.get(write.place.name), origin)
         if is_buffer(write.current):
-            fills.append((write.current, value))
+            fills.append((write, value))
             value = write.current
         if write.place.leaf:
             parts.setdefault(write.place.replaced, (write, {}))[1][write.place.leaf] = value
         else:
             made.append((write, value))
     made += [(write, write.place.replace(values)) for write, values in parts.values()]
-    for array, values in fills:  # nothing fails from here on that could be known before
-        array[...] = values
-    for write, value in made:
+    _fill(plan, fills, origin)
+    for write, value in made:  # nothing fails from here on that could be known before
         _put(write, value)
+
+
+def _fill(plan: Plan, fills: Sequence[tuple[Write, Any]], origin: Origin) -> None:
+    """Write into arrays of numpy; where two have memory in common, or one with itself, the last value is there."""
+    for write, values in fills:
+        write.current[...] = values
+    got = "an array that shares its memory with another entry's, or with itself, where the values differ"
+    problems = [
+        Problem(plan.where(write.place), got, "a place for each number", f"a copy of the array for {write.place.name}")
+        for write, values in fills
+        if not same_values(write.current, values)
+    ]
+    if problems:
+        raise StateDictError(*problems, heading=_heading(plan.model, origin))
 
 
 def _is_transferred(write: Write) -> bool:
@@ -386,6 +400,8 @@ def _new_value(write: Write, array: jax.Array | None, origin: Origin) -> Any:
         return np.array(write.value, write.current.dtype)
     if array is None:
         array = cast(write.value, write.dtype, write.current)
+    if write.place.name in origin.weak and not write.place.lazy:
+        return weakly_typed(array) if array.dtype == write.value.dtype else array
     weak = write.place.name in origin.weak or is_weak(write.value)
     return weakly_typed(array) if weak and _is_weak_place(write) else array
 

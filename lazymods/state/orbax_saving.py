@@ -16,6 +16,7 @@ from lazymods._errors import CheckpointError, LazyError, Problem, describe
 from lazymods.state import replacing
 from lazymods.state.files import orbax
 from lazymods.state.files.stored import MAX_NAME_BYTES, NOTES, printable, texts_as_array
+from lazymods.state.paths import check_orbax_path
 
 
 class PendingSave:
@@ -92,8 +93,10 @@ def check_target(path: Path) -> None:
     """Refuse to write a folder where something stands that is neither a checkpoint nor a regular file.
 
     Raises:
-        CheckpointError: If it would be lost: another folder, also one with a checkpoint and other things in it.
+        CheckpointError: If it would be lost: another folder, also one with a checkpoint and other things in it; or if
+            Orbax takes no such path.
     """
+    check_orbax_path(path)
     while True:
         before = _identity(path)
         kind = replacing.kind_of(path)

@@ -21,7 +21,7 @@ from lazymods._spec import REFUSALS, LayerSpec
 from lazymods._template import Template
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
 from lazymods.state.plain import as_number
-from lazymods.state.values import as_array, cast_problem, is_deleted, is_number, own, same_values
+from lazymods.state.values import as_array, cast_problem, is_deleted, is_number, own, same_numbers, same_values
 
 
 class Write(NamedTuple):
@@ -144,7 +144,7 @@ def _ties_agree(plan: Plan, found: list[Place], given: Mapping[str, Any]) -> boo
         a, b = given[first.name], given[other.name]
         if _graph.is_placeholder(a) or _graph.is_placeholder(b):
             continue
-        if not same_values(a, b):
+        if not same_values(a, b) and not same_numbers(a, b):
             plan.problem(
                 other,
                 f"another value than {first.name}, to which it is tied in the model",
@@ -182,6 +182,10 @@ def _check_entry(plan: Plan, place: Place, value: Any) -> None:
         got = f"{describe(array)}, a traced value of a transform that the model is outside of"
         plan.problem(place, got, "a value that outlives the transform", "the load before or after the transform")
         return
+    if _has_no_numbers(current):
+        got = f"{describe(value)}, for an array of {current.dtype} in the model"
+        plan.problem(place, got, "an array of numbers, as it is there", f"an array of numbers for {place.name}")
+        return
     shape = current.recipe.shape if place.lazy else tuple(np.shape(current))
     if not fits(shape, array.shape):
         needed = show_shape(shape) if shape is not None else "?"
@@ -214,6 +218,10 @@ def _check_plain(plan: Plan, place: Place, value: Any, current: Any) -> None:
     else:
         number = array if is_number(array) else as_number(array, current)
         plan.writes[place.name] = Write(place, number, None, current)
+
+
+def _has_no_numbers(current: Any) -> bool:
+    return isinstance(current, np.ndarray) and as_array(current) is None
 
 
 def _partial(value: UninitializedVariable) -> str:

@@ -39,9 +39,9 @@ def _converted(value: Any) -> np.ndarray[Any, Any] | None:
     torch = sys.modules.get("torch")
     try:
         if torch is not None and isinstance(value, torch.Tensor):
-            from lazymods.state.files import torch_file
+            from lazymods.state.files import torch_tensors
 
-            return torch_file.array_of(value.cpu())
+            return torch_tensors.array_of(value.cpu())
         return np.asarray(value)
     except Exception:  # as of a library that copies nothing from its device without being told
         return None
@@ -49,6 +49,8 @@ def _converted(value: Any) -> np.ndarray[Any, Any] | None:
 
 def _is_numeric(array: Any) -> bool:
     if jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return False
+    if array.dtype.kind == "m":  # a time, which numpy counts among the integers
         return False
     return jnp.issubdtype(array.dtype, np.number) or array.dtype == np.bool_
 
@@ -174,3 +176,12 @@ def same_values(a: Any, b: Any) -> bool:
         return False
     left, right = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
     return np.array_equal(left, right)
+
+
+def same_numbers(a: Any, b: Any) -> bool:
+    """Whether two entries hold the same numbers in two dtypes, one of which has all that the other has."""
+    a, b = as_array(a), as_array(b)
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    is_wider = np.can_cast(a.dtype, b.dtype) or np.can_cast(b.dtype, a.dtype)
+    return is_wider and np.array_equal(np.asarray(a), np.asarray(b))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,15 @@ from flax import nnx
 from jax.core import Tracer
 
 from lazymods import _compat, _graph
-from lazymods._errors import CheckpointError, Problem, UninitializedError, describe
+from lazymods._errors import CheckpointError, LazyError, Problem, UninitializedError, describe
 from lazymods._placeholder import SIZE_LINE
 from lazymods.state import plain
 from lazymods.state.entries import check_is_model, is_training_state, named_places
 from lazymods.state.files import safetensors
 from lazymods.state.files.stored import ALIASES, DTYPES, MAX_NAME_BYTES, NOTES, WEAK, Array, printable, texts_as_array
 from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target, orbax_problem
-from lazymods.state.replacing import check_file_target, replacing
+from lazymods.state.paths import check_path
+from lazymods.state.replacing import cannot_write, check_file_target, replacing
 from lazymods.state.state_dict import state_dict
 from lazymods.state.transfer import ALIGNMENT
 from lazymods.state.values import is_deleted, is_weak
@@ -57,7 +60,7 @@ def save(
         UninitializedError: If a parameter has no value yet.
         CheckpointError: If a value cannot be held by the format, such as 4-bit integers, or by any, such as a function,
             a donated array or a traced value; if something stands at the path that is neither a checkpoint nor a
-            regular file; or if it cannot be written (then it is an OSError too).
+            regular file, or the path is a URL; or if it cannot be written (then it is an OSError too).
         TypeError: If the model is neither an nnx object nor a dict or list.
         ValueError: If the suffix is none of these.
 
@@ -66,14 +69,16 @@ def save(
         >>> from flax import nnx
         >>> lm.save(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), tempfile.mkdtemp() + "/layer.safetensors")
     """
-    target = Path(os.path.realpath(path))  # a link stays one: what it points to is replaced
+    check_path(path)
+    target = Path(os.path.realpath(os.fsdecode(path)))  # a link stays one: what it points to is replaced
     writers = {".safetensors": write_safetensors, ".npz": write_npz}
     if target.suffix and target.suffix not in writers:
         raise ValueError(f"save writes .safetensors, .npz, or an Orbax folder without a suffix, got {path!r}")
     if target.suffix and not wait:
         raise ValueError(f"wait=False is for Orbax folders, whose path has no suffix, got {path!r}")
     check_is_model(model)
-    (check_file_target if target.suffix else check_target)(target)
+    with _told(target):
+        (check_file_target if target.suffix else check_target)(target)
     _refuse_lazy(model)
     if include_rng is None:
         include_rng = is_training_state(model)
@@ -88,11 +93,23 @@ def save(
         arrays = {name: _to_host(value) for name, value in values.items()}
         writers[target.suffix](target, arrays, notes)
         return None
-    pending = begin_orbax(target, values, notes)
+    with _told(target):
+        pending = begin_orbax(target, values, notes)
     if not wait:
         return pending
     pending.wait()
     return None
+
+
+@contextlib.contextmanager
+def _told(target: Path) -> Iterator[None]:
+    """Turn what the system has against a path into an error of a save."""
+    try:
+        yield
+    except LazyError:
+        raise
+    except OSError as error:
+        raise cannot_write(target, error) from error
 
 
 def _refuse_lazy(model: Any) -> None:

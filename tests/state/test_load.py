@@ -286,6 +286,23 @@ def test_lazy_variables_keep_identity_and_metadata() -> None:
     assert layer.kernel is kernel and type(kernel) is nnx.Param and kernel.tag == "kept"
 
 
+@pytest.mark.parametrize("other, fits", [(np.float64, True), (np.float16, True), (np.int64, False)])
+def test_entries_of_a_tie_that_are_equal_in_two_dtypes(other: type, fits: bool) -> None:
+    """Equal numbers are equal where one of the dtypes has all numbers of the other."""
+    kernel = nnx.Param(jnp.zeros(2))
+    model = nnx.Dict(a=kernel, b=kernel)
+    entries = {"a": np.ones(2, np.float32), "b": np.ones(2, other)}
+    if not fits:
+        with pytest.raises(lm.StateDictError, match="another value than a"):
+            lm.load_state_dict(model, entries)
+        return
+    lm.load_state_dict(model, entries)
+    np.testing.assert_array_equal(kernel[...], np.ones(2))
+    entries["b"] = np.array([1.0, 1.0009765625]).astype(other)
+    with pytest.raises(lm.StateDictError, match="another value than a"):
+        lm.load_state_dict(model, entries)
+
+
 def test_numpy_values_are_copied() -> None:
     for model in (linear(lazy=True), linear()):
         kernel = np.ones((3, 4), np.float32)

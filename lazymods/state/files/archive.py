@@ -178,6 +178,8 @@ def _decode(path: Path, raw: bytes, flags: int) -> str:
 
 def _wide_fields(extra: bytes, fields: list[int]) -> list[int] | None:
     """Replace 32-bit fields that are full by the 64-bit ones of an entry's extra data; None if they lack."""
+    if _FULL32 not in fields:
+        return fields
     position = 0
     wide = b""
     while position + 4 <= len(extra):
@@ -210,10 +212,10 @@ def _locate(path: Path, data: Array, directory: _Directory, central: _Central) -
     begin = central.header + _LOCAL.size
     if begin > directory.begin:
         raise wrong(f"an entry that begins at byte {central.header:,}", f"one before byte {directory.begin:,}")
-    raw = data[central.header : begin].tobytes()
-    magic, _, flags, method, _, _, crc, stored, size, name_length, extra_length = _LOCAL.unpack(raw)
-    name = data[begin : begin + name_length].tobytes()
-    extra = data[begin + name_length : begin + name_length + extra_length].tobytes()
+    fields = _LOCAL.unpack_from(data.data, central.header)
+    magic, _, flags, method, _, _, crc, stored, size, name_length, extra_length = fields
+    texts = data.data[begin : begin + name_length + extra_length].tobytes()
+    name, extra = texts[:name_length], texts[name_length:]
     begin += name_length + extra_length
     wide = _wide_fields(extra, [size, stored])
     if magic != MAGIC or wide is None or (name, flags, method) != (central.raw_name, central.flags, central.method):

@@ -12,6 +12,7 @@ from tensor to dtype. ``__aliases__`` is another one, from further names of a te
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -44,6 +45,7 @@ from lazymods.state.transfer import ALIGNMENT
 MAX_HEADER_BYTES = 10_000
 """The longest npy header that is read, as in numpy."""
 
+_USUAL_HEADER_BYTES = 128  # up to here numpy writes one
 _SUFFIX = ".npy"
 _MAGIC = b"\x93NUMPY"
 _READABLE = re.compile(r"[<>|=]?(?:b1|\?|[iu][1248]|f[248]|c8|c16)")
@@ -87,7 +89,11 @@ def open_npz(path: Path) -> Checkpoint:
         if kept not in tensors or alias in tensors:
             raise refuse(path, f"another name for {printable(kept)}", "another name for one tensor", tensor=alias)
     weak = texts.get(WEAK, {}).keys()
-    return Checkpoint(path, "npz", tensors, aliases, weak, check_sums=lambda: check_sums(path, data, entries.values()))
+
+    def check() -> None:  # reads the directory anew: kept, it would be half of what an opened file takes
+        check_sums(path, data, read_directory(path, data).values())
+
+    return Checkpoint(path, "npz", tensors, aliases, weak, check_sums=check)
 
 
 def _tensor_name(path: Path, name: str) -> str:
@@ -104,14 +110,16 @@ def _tensor(path: Path, data: Array, name: str, header: _Header, entry: Entry, s
     if entry.size - header.begin != wanted:
         got = f"{entry.size - header.begin:,} bytes"
         raise refuse(path, got, f"{wanted:,} bytes for {dtype.name}{list(header.shape)}", tensor=name)
+    begin = entry.begin + header.begin  # a map begins where a page does
+    if not entry.compressed and begin % ALIGNMENT == 0 and dtype.isnative and header.order == "C":
+        return StoredTensor(name, header.shape, dtype, path, data, begin)
     native = dtype if dtype.isnative else dtype.newbyteorder("=")
     return StoredTensor(name, header.shape, native, path, partial(_read, path, data, entry, header, dtype))
 
 
 def _read(path: Path, data: Array, entry: Entry, header: _Header, dtype: np.dtype[Any]) -> Array:
     raw = read_entry(path, data, entry)
-    is_mapped = (raw.ctypes.data + header.begin) % ALIGNMENT == 0 and dtype.isnative and header.order == "C"
-    if not entry.compressed and not is_mapped:  # it will be copied, so every byte of it is read anyway
+    if not entry.compressed:  # it will be copied, so every byte of it is read anyway
         check_sum(path, data, entry)
     array = view(raw, header.begin, header.shape, dtype, header.order)
     if not dtype.isnative:
@@ -127,7 +135,7 @@ def _read_header(path: Path, data: Array, entry: Entry) -> _Header:
     def wrong(got: str, needed: str) -> Exception:
         return refuse(path, got, needed, tensor=entry.name.removesuffix(_SUFFIX))
 
-    head = read_entry(path, data, entry, limit=12 + MAX_HEADER_BYTES).tobytes()
+    head = read_entry(path, data, entry, limit=_USUAL_HEADER_BYTES).tobytes()
     if len(head) < 10 or not head.startswith(_MAGIC):
         raise wrong(f"{len(head):,} bytes that are no npy file", "an npy file")
     major = head[6]
@@ -135,20 +143,31 @@ def _read_header(path: Path, data: Array, entry: Entry) -> _Header:
         raise wrong(f"an npy file of version {major}.{head[7]}", "version 1.0, 2.0 or 3.0")
     begin = 10 if major == 1 else 12
     length = int.from_bytes(head[8:begin], "little")
+    if _USUAL_HEADER_BYTES < begin + length <= 12 + MAX_HEADER_BYTES:
+        head = read_entry(path, data, entry, limit=begin + length).tobytes()
     if length > MAX_HEADER_BYTES or begin + length > len(head):
         limit = f"at most {MAX_HEADER_BYTES:,}" if length > MAX_HEADER_BYTES else "a header inside the entry"
         raise wrong(f"a header of {length:,} bytes in an entry of {entry.size:,}", limit)
     text = head[begin : begin + length].decode("utf-8" if major == 3 else "latin-1", "replace")
+    found = _parsed(text, begin + length)
+    if isinstance(found, _Header):
+        return found
+    raise wrong(*found)
+
+
+@functools.lru_cache(10_000)  # many arrays of a file are alike
+def _parsed(text: str, end: int) -> _Header | tuple[str, str]:
+    """Return what a header says, or what it is and what was needed."""
     if _STRUCTURED.search(text):
-        raise wrong("an array of records, a structured dtype", "an array of numbers")
+        return "an array of records, a structured dtype", "an array of numbers"
     match = _HEADER.fullmatch(text)
     fields = dict(zip(match.groups()[::2], match.groups()[1::2], strict=True)) if match else {}
     descr, fortran, shape = (fields.get(key, "") for key in ("descr", "fortran_order", "shape"))
     lengths = [int(part.rstrip("L")) for part in re.findall(r"\d+L?", shape)]
     is_tuple = shape.startswith("(") and (len(lengths) != 1 or "," in shape)
     if descr[:1] not in ("'", '"') or fortran not in ("True", "False") or not is_tuple:
-        raise wrong(f"the header {printable(text.strip())}", "one of numpy's, with descr, fortran_order and shape")
-    return _Header(descr[1:-1], "F" if fortran == "True" else "C", tuple(lengths), begin + length)
+        return f"the header {printable(text.strip())}", "one of numpy's, with descr, fortran_order and shape"
+    return _Header(descr[1:-1], "F" if fortran == "True" else "C", tuple(lengths), end)
 
 
 def _dtype(path: Path, name: str, header: _Header, stored_as: str | None) -> np.dtype[Any]:

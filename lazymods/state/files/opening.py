@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import TypeVar
 from lazymods._errors import LazyError
 from lazymods.state.files.safetensors import looks_like_safetensors, open_safetensors
 from lazymods.state.files.stored import Checkpoint, printable
+from lazymods.state.paths import check_path
 
 _ATTEMPTS = 100  # each failed one is a whole save that was faster
 
@@ -69,26 +72,45 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         CheckpointError: If it is not what it claims to be; the error names the file, and the tensor if there is one.
         FileNotFoundError: If there is no such path.
-        ImportError: If it is a PyTorch file and torch is not installed.
     """
-    path = Path(path)
-    if not path.exists():
+    check_path(path)
+    path = Path(os.fsdecode(path))
+    if not os.path.exists(path):
         path = _moved(path)
-    if path.is_file():
-        with open(path, "rb") as file:
-            head = file.read(512)
-        if looks_like_safetensors(head):
-            return open_safetensors(path)
-    from lazymods.state.files.others import open_other  # takes longer to import than a small file to load
+    with _without_collections():
+        if path.is_file():
+            with open(path, "rb") as file:
+                head = file.read(512)
+            if looks_like_safetensors(head):
+                return open_safetensors(path)
+        from lazymods.state.files.others import open_other  # takes longer to import than a small file to load
 
-    return open_other(path)
+        return open_other(path)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Keep Python's collector from going through the tensors so far, again and again: it is up to half of the time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _moved(path: Path) -> Path:
     """Return where a killed save has left the checkpoint of a path: it was about to put a newer one there."""
     from lazymods.state.replacing import standing
 
-    moved = standing(Path(os.path.realpath(path)))
-    if not moved.exists():
+    try:
+        moved = standing(Path(os.path.realpath(path)))
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        moved = path
+    if not os.path.exists(moved):
         raise FileNotFoundError(f"no checkpoint at {printable(str(path), 5000)}")
     return moved

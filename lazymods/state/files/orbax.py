@@ -38,6 +38,7 @@ from lazymods.state.files.stored import (
     read_texts,
     refuse,
 )
+from lazymods.state.paths import check_orbax_path
 from lazymods.state.transfer import empty
 
 _TREE = "_METADATA"
@@ -64,8 +65,10 @@ def open_orbax(path: Path) -> Checkpoint:
         CheckpointError: If metadata or values are missing or damaged, or something in the tree is no array.
     """
     folder = _item_folder(path)
-    files = orbax_folder.files_of(folder)  # before anything is opened
+    check_orbax_path(folder.resolve())
     tree = _read_tree(path, folder / _TREE)
+    arrays = None if _has_store(folder, tree.options) else {".".join(keys) for keys in tree.leaves}
+    files = orbax_folder.files_of(folder, arrays)  # before any array is opened
     stores = _open_arrays(path, folder, tree)
     # a part of an array is read by whole chunks, which may be larger than the array
     needed = {".".join(keys): max(tensor.nbytes, chunk) for keys, (tensor, chunk) in stores.items()}
@@ -247,11 +250,15 @@ def _open_arrays(path: Path, folder: Path, tree: _Tree) -> dict[Keys, tuple[Stor
     return out
 
 
+def _has_store(folder: Path, options: Mapping[str, Any]) -> bool:
+    use_ocdbt = options.get("use_ocdbt")
+    return (folder / _STORE).exists() if use_ocdbt is None else bool(use_ocdbt)
+
+
 def _spec(folder: Path, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return where tensorstore finds an array, as Orbax lays it out."""
-    root = f"{folder.absolute()}/"
-    use_ocdbt = options.get("use_ocdbt")
-    if (folder / _STORE).exists() if use_ocdbt is None else use_ocdbt:
+    root = f"{folder.resolve()}/"  # tensorstore takes no path with ".." in it
+    if _has_store(folder, options):
         base = {"driver": "file", "path": root}
         store = {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#ocdbt"}
     else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from lazymods.state.files.stored import refuse
@@ -31,19 +31,28 @@ _STORE = r"(?:ocdbt\.process_[\w.]+/)?(?:manifest\.ocdbt|d/[0-9a-f]{32})"
 _ITEM = re.compile(
     rf"_METADATA|_CHECKPOINT_METADATA|_sharding|_strings\.json|commit_success\.txt|array_metadatas/process_\d+|{_STORE}"
 )
+_IN_STORE = re.compile(r"manifest\.ocdbt|d|ocdbt\.process_.*")
 _STEP = re.compile(r"_CHECKPOINT_METADATA|commit_success\.txt|metadata/[\w.]+|descriptor/descriptor\.pbtxt")
 _ARRAY = re.compile(r"\.zarray|\.zattrs|zarr\.json|(?:c/)?\d+(?:[./]\d+)*|c")
 _DESCRIPTION = re.compile(r"(?:.*/)?(?:manifest\.ocdbt|\.zarray|\.zattrs|zarr\.json)")
 
 
-def files_of(path: Path) -> dict[str, int]:
-    """Return the size of every file of a folder by its path in it; links to files and folders are followed.
+def files_of(path: Path, arrays: Collection[str] | None) -> dict[str, int]:
+    """Return the size of every file that tensorstore may open, by its path in a folder; links are followed.
+
+    What else somebody has put into the folder, such as a link to the data, is not looked at.
+
+    Args:
+        path: The folder.
+        arrays: The names of the arrays, each of which has a folder of its own; None: a store holds them together.
 
     Raises:
         CheckpointError: If there is anything else than files and folders, or a description of impossible size.
     """
     out: dict[str, int] = {}
-    for name, status in _walk(path, "", set()):
+    is_read = _IN_STORE.fullmatch if arrays is None else arrays.__contains__
+    tops = (entry for entry in sorted(os.scandir(path), key=lambda entry: entry.name) if is_read(entry.name))
+    for name, status in _walk(tops, "", set()):
         if not stat.S_ISREG(status.st_mode):
             raise refuse(path, "no file and no folder, but a pipe, a device or a link to nothing", "files", tensor=name)
         if status.st_size > MAX_METADATA_BYTES and _DESCRIPTION.fullmatch(name):
@@ -55,8 +64,10 @@ def files_of(path: Path) -> dict[str, int]:
     return out
 
 
-def _walk(path: Path, prefix: str, seen: set[tuple[int, int]]) -> Iterator[tuple[str, os.stat_result]]:
-    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+def _walk(
+    entries: Iterable[os.DirEntry[str]], prefix: str, seen: set[tuple[int, int]]
+) -> Iterator[tuple[str, os.stat_result]]:
+    for entry in entries:
         name = f"{prefix}{entry.name}"
         try:
             status = entry.stat()
@@ -65,10 +76,12 @@ def _walk(path: Path, prefix: str, seen: set[tuple[int, int]]) -> Iterator[tuple
         if not stat.S_ISDIR(status.st_mode):
             yield name, status
         elif name.count("/") >= MAX_DEPTH:
-            raise refuse(path, f"folders in folders, over {MAX_DEPTH} deep", "what Orbax wrote")
+            folder = Path(entry.path).parents[name.count("/")]
+            raise refuse(folder, f"folders in folders, over {MAX_DEPTH} deep", "what Orbax wrote")
         elif (status.st_dev, status.st_ino) not in seen:  # a link may lead into a folder that it is in
             seen.add((status.st_dev, status.st_ino))
-            yield from _walk(Path(entry.path), f"{name}/", seen)
+            below = sorted(os.scandir(entry.path), key=lambda entry: entry.name)
+            yield from _walk(below, f"{name}/", seen)
 
 
 def check_sizes(path: Path, files: Mapping[str, int], needed: Mapping[str, int]) -> None:

@@ -15,7 +15,6 @@ def open_other(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: If it is not what it claims to be.
-        ImportError: If it is a PyTorch file and torch is not installed.
     """
     if path.is_dir():
         return _open_folder(path)

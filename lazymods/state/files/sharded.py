@@ -77,7 +77,8 @@ def open_folder(path: Path) -> Checkpoint | None:
     """Open a Hugging Face folder; None if it is none.
 
     It is opened by its index, else its ``model.safetensors``, else its only ``*.safetensors``, else PyTorch's files:
-    ``pytorch_model.bin.index.json``, or its only ``*.bin.index.json``, or a ``.bin`` of a name in ``_PICKLES``.
+    ``pytorch_model.bin.index.json``, or its only ``*.bin.index.json``, or a ``.bin`` of a name in ``_PICKLES``. A whole
+    file beside an index that does not name it is another checkpoint: which is newer is not known.
 
     Raises:
         CheckpointError: If several files would do, or the file is not what it should be.
@@ -94,6 +95,10 @@ def open_folder(path: Path) -> Checkpoint | None:
         ([n for n in names if n.endswith(f".bin{INDEX_SUFFIX}")], open_index),
         ([n for n in names if n in _PICKLES], open_torch),
     ):
+        if reader is open_index and len(candidates) == 1:
+            whole = candidates[0].removesuffix(INDEX_SUFFIX)
+            if whole in names and whole not in _read_index(path / candidates[0]).values():
+                candidates = [whole, *candidates]  # transformers takes the first
         if len(candidates) > 1:
             shown = ", ".join(candidates[:8]) + (", ..." if len(candidates) > 8 else "")
             needed = "one index, or one file: which of them is meant is not known"

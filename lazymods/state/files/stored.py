@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -10,7 +11,7 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,6 +103,8 @@ class Checkpoint:
         aliases: Further names of tensors, each with the name that holds the values.
         weak: The names of tensors whose dtype is weak, as that of ``jnp.full(3, 0.5)`` is.
         metadata: Texts that the file carries.
+        roots: Beginnings of names, of parts of the file any one of which may be all that is meant.
+        ties: Names of tensors that share all of their memory, in groups.
         check_sums: Reads all that has a checksum which reading the tensors does not look at, and raises
             ``CheckpointError`` if one differs.
     """
@@ -112,6 +115,8 @@ class Checkpoint:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     weak: Collection[str] = ()
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    roots: Collection[str] = ()
+    ties: Collection[Sequence[str]] = ()
     check_sums: Callable[[], None] = lambda: None
 
 
@@ -281,7 +286,10 @@ def texts_as_array(texts: Mapping[str, str]) -> Array:
 
 
 def map_file(path: Path) -> Array:
-    """Map a whole file, read-only; the map outlives the file's name. An empty file gives no bytes.
+    """Map a whole file, as a read-only array; the map outlives the file's name. An empty file gives no bytes.
+
+    The pages are private ones that may be written to, where the system has room to promise that: a library that takes
+    a parameter for its own, as PyTorch does through DLPack, then writes to a copy, and the file is as it was.
 
     Raises:
         CheckpointError: If it is larger than what this process can address.
@@ -291,12 +299,23 @@ def map_file(path: Path) -> Array:
         if size == 0:
             return np.zeros(0, np.uint8)
         try:
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+            data = np.frombuffer(_map(file.fileno()), np.uint8)
         except OSError as error:
             if error.errno != errno.ENOMEM:
                 raise
             needed = "a file that this process can map whole (ulimit -v limits it), which takes no memory"
             raise refuse(path, f"{size:,} bytes", needed) from error
+    data.flags.writeable = False
+    return data
+
+
+def _map(descriptor: int) -> mmap.mmap:
+    if os.name == "posix":
+        # room for copies is not set aside, as it would be for a file of the size of the memory
+        flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        with contextlib.suppress(OSError):
+            return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
 
 
 def read_description(path: Path, limit: int, file: Path | None = None) -> bytes:

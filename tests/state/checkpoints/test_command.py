@@ -1,5 +1,6 @@
 """``python -m lazymods inspect`` and ``check``."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +76,20 @@ def test_an_integer_step_beside_tensors(tmp_path: Path, capsys: pytest.CaptureFi
     lm.save({"a": nnx.Param(jnp.ones(2)), "step": 3}, tmp_path / "s.npz")
     assert main(["inspect", str(tmp_path / "s.npz")]) == 0
     assert "step" in capsys.readouterr().out
+
+
+def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
+    save_file({"\u00e9": np.ones(2)}, tmp_path / "m")
+    env = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "lazymods", "inspect", str(tmp_path / "m")]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.splitlines()[1].split() == ["\\xe9", "(2,)", "float64", "16"]
+
+
+def test_a_reader_that_stops_listening(tmp_path: Path) -> None:
+    save_file({f"layer{i}": np.ones(1) for i in range(5000)}, tmp_path / "m")
+    command = [sys.executable, "-m", "lazymods", "inspect", str(tmp_path / "m")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""

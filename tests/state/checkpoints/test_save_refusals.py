@@ -113,3 +113,63 @@ def test_all_names_that_meet_are_told_at_once() -> None:
     with pytest.raises(lm.StateDictError) as told:
         lm.state_dict({"a.b": 1, "a": {"b": 2}, "c.d": 3, "c": {"d": 4}})
     assert [problem.where for problem in told.value.problems] == ["a.b", "c.d"]
+
+
+# ---------------------------------------------------------------- paths
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/run/m", "s3://bucket/m.npz", "file:///tmp/m.safetensors", Path("gs://b/m")])
+def test_urls_are_refused(url: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be folders beside the program, and lost with the machine."""
+    monkeypatch.chdir(tmp_path)
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(lm.CheckpointError, match="got:    a URL"):
+        lm.save(layer, url)
+    with pytest.raises(lm.CheckpointError, match="got:    a URL"):
+        lm.load(layer, url)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_url_in_full() -> None:
+    with pytest.raises(lm.CheckpointError) as told:
+        lm.save(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "gs://bucket/m")
+    assert str(told.value) == (
+        "gs://bucket/m\n"
+        "  got:    a URL\n"
+        "  needed: a path of this machine: a checkpoint of another place has to be copied, or mounted\n"
+        "  write:  a local path, then what copies it (gsutil, aws s3, ...)"
+    )
+
+
+def test_a_folder_with_a_colon_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run:").mkdir()
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    for path in ("run:/m.npz", "step:3.npz", "a/b:/c.npz", str(tmp_path / "run:" / "n.npz"), b"bytes.npz"):
+        Path(os.fsdecode(path)).parent.mkdir(exist_ok=True, parents=True)
+        lm.save(layer, path)  # type: ignore[arg-type]
+        lm.load(layer, path)  # type: ignore[arg-type]
+
+
+@each_format
+def test_names_that_no_file_has(suffix: str, tmp_path: Path) -> None:
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(lm.SaveError, match="File name too long"):
+        lm.save(layer, tmp_path / f"{'a' * 300}{suffix}")
+    with pytest.raises(FileNotFoundError, match="no checkpoint at"):
+        lm.load(layer, tmp_path / f"{'a' * 300}{suffix}")
+    for use in (lm.save, lm.load):
+        with pytest.raises(lm.CheckpointError, match="a path with a zero byte"):
+            use(layer, f"{tmp_path}/a\0b{suffix}")
+    odd = tmp_path / f"a\udcff{suffix}"  # as os.listdir gives a name that is no UTF-8
+    if suffix:
+        lm.save(layer, odd)
+        lm.load(layer, odd)
+        return
+    with pytest.raises(lm.CheckpointError, match="a path that is no UTF-8"):
+        lm.save(layer, odd)
+    assert not list(tmp_path.iterdir())
+    lm.save(layer, tmp_path / "m")
+    (tmp_path / "m").rename(odd)
+    with pytest.raises(lm.CheckpointError, match="a path that is no UTF-8"):
+        lm.load(layer, odd)

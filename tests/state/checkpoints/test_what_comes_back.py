@@ -31,6 +31,20 @@ class Scaled(nnx.Module):
 
 
 @each_format
+def test_a_weak_type_comes_back_into_a_strong_place(suffix: str, tmp_path: Path) -> None:
+    """A schedule makes a weak number of what was strong at first; of another dtype it is cast, and strong."""
+    run = {"lr": jnp.where(jnp.bool_(True), 0.1, 0.2), "low": jnp.asarray(0.5), "x": jnp.ones(2, jnp.bfloat16)}
+    lm.save(run, tmp_path / f"s{suffix}")
+    fresh = {"lr": jnp.float32(0.3), "low": jnp.bfloat16(0), "x": jnp.zeros(2, jnp.bfloat16)}
+    lm.load(fresh, tmp_path / f"s{suffix}")
+    assert [fresh[name].weak_type for name in fresh] == [True, False, False]
+    assert fresh["low"].dtype == jnp.bfloat16
+    stepped, wanted = fresh["x"] * fresh["lr"], run["x"] * run["lr"]
+    assert stepped.dtype == wanted.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(stepped, wanted)
+
+
+@each_format
 def test_a_weak_type_comes_back(suffix: str, tmp_path: Path) -> None:
     saved, loaded, x = Scaled(0.3), Scaled(7.0), jnp.arange(3, dtype=jnp.bfloat16)
     lm.save(saved, tmp_path / f"s{suffix}")
@@ -173,6 +187,56 @@ def test_arrays_that_nobody_may_write_are_replaced(tmp_path: Path) -> None:
     assert all(value.tolist() == [1, 1] for value in state.values())
     mapped.flush()
     assert np.fromfile(tmp_path / "mine", np.float32).tolist() == [0, 0] and fixed.tolist() == [0, 0]
+
+
+@each_format
+def test_arrays_of_numpy_with_memory_in_common(suffix: str, tmp_path: Path) -> None:
+    """Whichever is filled last would win: both come back, or nothing is loaded."""
+    path = tmp_path / f"m{suffix}"
+
+    def overlapping() -> dict[str, np.ndarray]:
+        whole = np.zeros((3, 2))
+        return {"whole": whole, "part": whole[1:]}
+
+    saved = overlapping()
+    saved["whole"][...] = np.arange(6.0).reshape(3, 2)
+    lm.save(saved, path)
+    state = overlapping()
+    lm.load(state, path)
+    np.testing.assert_array_equal(state["whole"], [[0, 1], [2, 3], [4, 5]])
+    assert np.shares_memory(state["whole"], state["part"])
+    apart = np.zeros((2, 4))
+    columns = {"whole": apart[:, ::2].T, "part": apart[:, 1::2]}  # beside each other, and no number in common
+    lm.save({"whole": np.ones((2, 2)), "part": np.full((2, 2), 2.0)}, path)
+    lm.load(columns, path)
+    np.testing.assert_array_equal(apart, [[1, 2, 1, 2]] * 2)
+    lm.save({"whole": np.ones((3, 2)), "part": np.full((2, 2), 2.0)}, path)
+    state = overlapping() | {"other": jnp.zeros(2)}
+    with pytest.raises(lm.StateDictError, match=r"whole \(ndarray\)[\s\S]*shares its memory") as caught:
+        lm.load(state, path, strict=False)
+    assert len(caught.value.problems) == 1
+    assert not state["whole"].any()
+    lm.save({"x": np.arange(3.0)}, path)
+    spread = {"x": np.lib.stride_tricks.as_strided(np.zeros(1), (3,), (0,))}  # one number in three places
+    with pytest.raises(lm.StateDictError, match="with itself, where the values differ"):
+        lm.load(spread, path)
+    assert not spread["x"].any()
+    lm.save({"x": np.full(3, 5.0)}, path)
+    lm.load(spread, path)
+    assert spread["x"].tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("kind", ["U1", "S1", "M8[D]", "m8[s]", "V8", "O", [("a", "f8")]], ids=str)
+def test_numbers_go_into_arrays_of_numbers_only(kind: Any, tmp_path: Path) -> None:
+    """numpy would make texts, dates and records of them."""
+    lm.save({"x": np.array([12.5, -3.0])}, tmp_path / "m.npz")
+    state = {"x": np.zeros(2, kind)}
+    before = state["x"].tobytes()
+    with pytest.raises(lm.StateDictError, match="needed: an array of numbers, as it is there"):
+        lm.load(state, tmp_path / "m.npz")
+    assert state["x"].tobytes() == before
+    with pytest.raises(lm.StateDictError, match="an array of numbers"):  # and the other way round
+        lm.load_state_dict({"x": np.zeros(2)}, state)
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["ready", "lazy"])

@@ -4,6 +4,8 @@ import json
 import os
 import pickle
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,22 @@ def test_only_files_in_an_orbax_folder(tmp_path: Path, make: object, name: str) 
         lm.load(linear(), tmp_path / "m")
 
 
+def test_what_others_put_into_an_orbax_folder_is_not_looked_at(tmp_path: Path) -> None:
+    """Such as a link to the data, with thousands of files and links that lead nowhere."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "link").symlink_to("nowhere")
+    for options, _ in LAYOUTS.values():
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
+            checkpointer.save(tmp_path / "m", {"kernel": jnp.ones((2, 2)), "bias": jnp.zeros(2)}, force=True)
+        (tmp_path / "m" / "data").symlink_to("../data")
+        os.mkfifo(tmp_path / "m" / "pipe")
+        layer = linear()
+        lm.load(layer, tmp_path / "m")
+        np.testing.assert_array_equal(layer.kernel[...], np.ones((2, 2)))
+        with pytest.raises(lm.CheckpointError, match="with something else in it"):
+            lm.save(layer, tmp_path / "m")
+
+
 # options of Orbax, and a description that there is then
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "ocdbt": ({}, "manifest.ocdbt"),
@@ -46,7 +64,9 @@ def test_every_file_of_an_orbax_folder_may_be_sparse(tmp_path: Path, layout: str
     options, description = LAYOUTS[layout]
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(**options)) as checkpointer:
         checkpointer.save(tmp_path / "m", {"kernel": jnp.ones((2, 2)), "bias": jnp.zeros(2)})
-    files = sorted(p for p in (tmp_path / "m").rglob("*") if p.is_file())
+    # what a load has no use for
+    unread = ("_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "commit_success.txt", "descriptor")
+    files = sorted(p for p in (tmp_path / "m").rglob("*") if p.is_file() and not {*p.parts} & {*unread})
     assert description in {file.name for file in files}
     for file in files:
         length = file.stat().st_size
@@ -147,3 +167,22 @@ def test_the_cause_comes_first_and_names_are_told_together(tmp_path: Path) -> No
     assert len(caught.value.problems) == 256
     with pytest.warns(UserWarning, match=r"nothing was loaded.*begin with 'backbone\.'"):
         lm.load(model, tmp_path / "m.safetensors", strict=False)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_who_writes_to_a_mapped_parameter_writes_to_a_copy(suffix: str, tmp_path: Path) -> None:
+    """As PyTorch does through DLPack: the process lives on, and the file is as it was."""
+    path = tmp_path / f"m{suffix}"
+    lm.save({"x": jnp.ones((64, 64))}, path)
+    raw = path.read_bytes()
+    code = f"""
+import ctypes, jax.numpy as jnp, lazymods as lm
+state, other = {{"x": jnp.zeros((64, 64))}}, {{"x": jnp.zeros((64, 64))}}
+lm.load(state, {str(path)!r})
+ctypes.memset(state["x"].unsafe_buffer_pointer(), 0, 4)
+lm.load(other, {str(path)!r})
+print(int(state["x"].sum()), int(other["x"].sum()))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["4095", "4096"]
+    assert path.read_bytes() == raw

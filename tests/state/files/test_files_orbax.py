@@ -73,6 +73,18 @@ def test_trees(tmp_path: Path, writer: str) -> None:
     assert_same(dict(sorted(got.items())), want)
 
 
+@pytest.mark.parametrize("writer", WRITERS)
+def test_paths_are_followed_as_the_system_does(tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tensorstore takes no ``..`` in a path; what follows a link is beside what the link leads to."""
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("deep/er")
+    WRITERS[writer](tmp_path / "deep" / "m", {"x": KERNEL})
+    WRITERS[writer](tmp_path / "m", {"x": KERNEL + 1})
+    monkeypatch.chdir(tmp_path / "deep" / "er")
+    for path in ("../m", "..//./m/", "../../link/../m", str(tmp_path / "link" / ".." / "m")):
+        assert_same(values(Path(path)), {"x": KERNEL})
+
+
 KINDS = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "uint64", "complex64")
 
 

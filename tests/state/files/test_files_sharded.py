@@ -173,10 +173,24 @@ def test_model_safetensors_comes_before_others(tmp_path: Path) -> None:
     assert_same(values(tmp_path), want)
 
 
-def test_an_index_comes_before_model_safetensors(tmp_path: Path) -> None:
-    index = write(tmp_path / "m")
-    one(tmp_path / "m" / "model.safetensors")
-    assert_same(values(index.parent), GOOD)
+@pytest.mark.parametrize("whole", ["model.safetensors", "pytorch_model.bin"])
+def test_a_whole_file_beside_an_index(tmp_path: Path, whole: str) -> None:
+    """It is the index's, as mlx writes it, or another checkpoint."""
+    want = one(tmp_path / "good.safetensors")
+    if whole.endswith(".bin"):
+        torch = pytest.importorskip("torch", reason="torch is an extra")
+        torch.save({name: torch.from_numpy(value) for name, value in want.items()}, tmp_path / whole)
+        (tmp_path / "good.safetensors").unlink()
+    else:
+        (tmp_path / "good.safetensors").rename(tmp_path / whole)
+    index = tmp_path / f"{whole}.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": whole}}))
+    assert_same(values(tmp_path), want)
+    index.write_text(json.dumps({"weight_map": {"x": f"old-{whole}"}}))
+    (tmp_path / f"old-{whole}").write_bytes((tmp_path / whole).read_bytes())
+    refusal(tmp_path, f"{whole}, {whole}.index.json", "which of them is meant is not known")
+    assert_same(values(index), want)
+    assert_same(values(tmp_path / whole), want)
 
 
 def test_the_only_safetensors_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""PyTorch files that lie about sizes, call what no state dict calls, or unpack to much: refused before PyTorch runs."""
+"""PyTorch files that lie about sizes, call what no state dict calls, or unpack to much: refused."""
 
 import io
 import pickle
@@ -13,6 +13,7 @@ import pytest
 from checkpoint_files import archive_of, patched, refusal, stream_of, values, zipped
 
 from lazymods.state.files import stored, torch_pickle
+from lazymods.state.files.torch_calls import Storage, Tensor
 
 torch = pytest.importorskip("torch", reason="torch is an extra")
 
@@ -42,6 +43,17 @@ def test_a_record_that_is_shorter_than_its_storage(tmp_path: Path) -> None:
     entries = entries_of({"x": torch.arange(100.0)})
     entries["archive/data/0"] = entries["archive/data/0"][:-4]
     refusal(zipped(tmp_path / "m.pt", entries), "396 bytes in data/0", "400, as data.pkl declares")
+
+
+def test_a_record_that_is_longer_than_its_storage(tmp_path: Path) -> None:
+    """Bytes too many shift the values after them; less than a number can be left of bytes seen as wider numbers."""
+    entries = entries_of({"x": torch.arange(100.0)})
+    raw = entries["archive/data/0"]
+    entries["archive/data/0"] = raw[:8] + b"\0\0\0\0" + raw[8:]
+    refusal(zipped(tmp_path / "m.pt", entries), "404 bytes in data/0", "400, as data.pkl declares")
+    seen = torch.arange(10, dtype=torch.uint8).untyped_storage()
+    torch.save({"x": torch.empty(0).set_(seen, 0, (2,), (1,))}, tmp_path / "m.pt")
+    np.testing.assert_array_equal(values(tmp_path / "m.pt")["x"], np.arange(8, dtype=np.uint8).view(np.float32))
 
 
 def test_a_record_that_is_missing(tmp_path: Path) -> None:
@@ -195,6 +207,17 @@ def test_a_stream_whose_storage_says_another_length(tmp_path: Path) -> None:
     refusal(path, "99 elements of storage", "100, as the pickle declares")
 
 
+def test_a_stream_with_more_bytes_than_its_storages(tmp_path: Path) -> None:
+    """A byte too many shifts all values after it; what follows the last storage is lost otherwise."""
+    raw = stream()
+    path = tmp_path / "m.pt"
+    for at in (len(raw), len(raw) - 3, len(raw) - 16 - 8 - 200):  # after all, inside of the last and the first storage
+        path.write_bytes(raw[:at] + b"\0" + raw[at:])
+        refusal(path)
+    path.write_bytes(raw + raw)
+    refusal(path, f"{len(raw):,} bytes after the last storage", "holds more than one object")
+
+
 def test_a_stream_that_declares_more_than_the_file_has(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     raw = stream().replace(b"K\x64Nt", b"\x8a\x05" + (10**11).to_bytes(5, "little") + b"Nt")
@@ -239,8 +262,8 @@ def test_a_stream_that_is_a_tar_archive_too(tmp_path: Path) -> None:
 def test_walking_gives_what_the_pickle_says() -> None:
     raw = np.frombuffer(entries_of({"x": torch.ones(2, 3), "n": [1, None, (2.5, "t")]})["archive/data.pkl"], np.uint8)
     walked = torch_pickle.walk(raw)
-    storage = torch_pickle.Storage("0", "torch.FloatStorage", 6, 24)
-    assert walked.value == {"x": torch_pickle.Tensor(storage), "n": [1, None, (2.5, "t")]}
+    storage = Storage("0", "float32", 6, 24, 4)
+    assert walked.value == {"x": Tensor(storage, "float32", 4, 0, (2, 3), (3, 1)), "n": [1, None, (2.5, "t")]}
     assert walked.storages == {"0": storage}
     assert walked.end == len(raw)
 

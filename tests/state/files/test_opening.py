@@ -1,5 +1,6 @@
 """Which reader a path gets: by its content, then by its name."""
 
+import gc
 import os
 import shutil
 import zipfile
@@ -41,6 +42,21 @@ def test_torch_under_its_names_only(tmp_path: Path, legacy: bool) -> None:
         refusal(tmp_path / name, "not run", f"{Path(name).stem}.pt for its name")
     shutil.copy(path, tmp_path / "m.npz")
     refusal(tmp_path / "m.npz")
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_the_collector_is_left_as_it_was(tmp_path: Path, is_on: bool) -> None:
+    save_file(GOOD, tmp_path / "good")
+    (tmp_path / "bad").write_bytes(b"bad")
+    was_on = gc.isenabled()
+    try:
+        (gc.enable if is_on else gc.disable)()
+        open_checkpoint(tmp_path / "good")
+        assert gc.isenabled() == is_on
+        refusal(tmp_path / "bad")
+        assert gc.isenabled() == is_on
+    finally:
+        (gc.enable if was_on else gc.disable)()
 
 
 def test_links_and_kinds_of_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,109 @@
+"""Which part of a file a model loads: training scripts put a state dict beside an optimizer's, averages and more.
+
+The part is taken that has an entry for the most of the model's parameters, and ``LoadResult.matched`` says by the
+names of the file which it was. Two parts that have as many are two sets of values: which is meant nobody knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from lazymods._placeholder import fits
+from lazymods._recipe import is_key
+from lazymods.state.entries import IMPL, Place, Survey, base_name
+from lazymods.state.files.stored import Checkpoint, StoredTensor, printable, refuse
+
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "params_ema", "params")
+"""Where training scripts put a model's state dict, in case that no part has an entry for the model."""
+
+_MAX_KIND_BYTES = 100  # of the name of a key's kind
+
+Sources = dict[str, tuple[str, ...]]
+Reader = Callable[[Checkpoint], tuple[dict[str, Any], Sources]]
+
+
+def part_of(survey: Survey, file: Checkpoint, read: Reader) -> tuple[Checkpoint, dict[str, Any], Sources]:
+    """Return the part of a file that a model loads, its entries by the model's names, and their names in the file.
+
+    Args:
+        survey: The model.
+        file: The file.
+        read: Returns the entries of a part, and their names in the part.
+
+    Raises:
+        CheckpointError: If two parts fit the model.
+        Exception: What ``read`` raises for the part that is taken.
+    """
+    root = _root_of(survey, file, read) if file.roots else ""
+    part = _below(file, root)
+    entries, sources = read(part)
+    return part, entries, {new: tuple(f"{root}{name}" for name in names) for new, names in sources.items()}
+
+
+def may_fit(place: Place, name: str, value: Any) -> bool:
+    """Say whether an entry fits a place by its shape, which is known before it is read."""
+    if name != place.name:  # the name of a key's kind, or a text
+        return not name.endswith(f".{IMPL}") or value.nbytes <= _MAX_KIND_BYTES
+    if place.lazy:
+        return fits(place.value.recipe.shape, value.shape)
+    shape = tuple(np.shape(place.value))
+    return shape == (value.shape[:-1] if is_key(place.value) else value.shape)
+
+
+def _below(file: Checkpoint, root: str) -> Checkpoint:
+    """Return the part of a file whose names begin with ``root``, without it."""
+    if not root:
+        return file
+    tensors = {name[len(root) :]: tensor for name, tensor in file.tensors.items() if name.startswith(root)}
+    return dataclasses.replace(file, tensors=tensors, roots=())
+
+
+def _root_of(survey: Survey, file: Checkpoint, read: Reader) -> str:
+    found = {}
+    for root in (*(f"{root}." for root in file.roots), ""):
+        part = _below(file, root)
+        found[root] = _fitting(survey.places, part, read)
+    most = max(map(len, found.values()))
+    if most:
+        best: dict[str, Any] = {}  # one part may be found in two ways, as by a prefix that names are matched without
+        for root, fitting in found.items():
+            if len(fitting) == most and fitting not in best.values():
+                best[root] = fitting
+        candidates = [*best]
+    else:
+        candidates = [f"{root}." for root in WRAPPERS if root in file.roots] or [""]
+    if len(candidates) > 1:
+        raise _refuse_several(file, candidates, "fit the model" if most else "may be meant")
+    return candidates[0]
+
+
+def _fitting(places: Mapping[str, Place], part: Checkpoint, read: Reader) -> dict[str, Any]:
+    """Return what would go where, if a part was taken; nothing if it can't be."""
+    try:
+        entries, sources = read(part)
+    except Exception:  # also of a function of the user's, which need not know the names of other parts
+        return {}
+    out = {}
+    for name, value in entries.items():
+        place = places.get(name) or places.get(base_name(name))
+        if place is not None and hasattr(value, "shape") and may_fit(place, name, value):
+            out[name] = [_location(part.tensors[n]) if n in part.tensors else n for n in sources.get(name, (name,))]
+    return out
+
+
+def _location(tensor: Any) -> Any:
+    if isinstance(tensor, StoredTensor) and isinstance(tensor.source, np.ndarray):
+        return tensor.begin, tensor.shape, tensor.dtype
+    return id(tensor)
+
+
+def _refuse_several(file: Checkpoint, roots: Collection[str], what: str) -> Exception:
+    names = [printable(root[:-1]) or "the whole file" for root in roots]
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    root = printable(max(roots))
+    write = f'rename=lambda name: name.removeprefix("{root}") if name.startswith("{root}") else None'
+    return refuse(file.path, f"several state dicts that {what}: {shown}", "the one to load", write=write)

@@ -1,0 +1,42 @@
+"""Which paths a checkpoint may have: those of files of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from lazymods._errors import CheckpointError, Problem
+from lazymods.state.files.stored import printable
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:)/+[^/]")  # a drive of Windows has one letter; a Path has one slash left
+
+
+def check_path(path: str | os.PathLike[str]) -> None:
+    """Refuse a URL, which would be a folder called ``gs:`` beside the program, and what no file can be called.
+
+    Raises:
+        CheckpointError: If it is one.
+    """
+    text = os.fsdecode(path)
+    found = _URL.match(text)
+    shown = printable(text, 5000)
+    if found and ("://" in text or not os.path.isdir(found[1])):
+        needed = "a path of this machine: a checkpoint of another place has to be copied, or mounted"
+        line = "a local path, then what copies it (gsutil, aws s3, ...)"
+        raise CheckpointError(Problem(shown, "a URL", needed, line))
+    if "\0" in text:
+        raise CheckpointError(Problem(shown, "a path with a zero byte", "the name of a file", "another path"))
+
+
+def check_orbax_path(path: str | os.PathLike[str]) -> None:
+    """Refuse a path that has no UTF-8, which is all that Orbax takes.
+
+    Raises:
+        CheckpointError: If it is one.
+    """
+    try:
+        os.fspath(path).encode()
+    except UnicodeEncodeError as error:
+        shown = printable(str(path), 5000)
+        line = "a path in UTF-8, or one that ends with .npz or .safetensors"
+        raise CheckpointError(Problem(shown, "a path that is no UTF-8", "one that is, for Orbax", line)) from error
