@@ -56,9 +56,9 @@ def lazy(cls: type, *, infer: Infer) -> Any:
             values.
         infer: ``infer(config, *args, **kwargs)`` gets the constructor's bound arguments, defaults included, as a
             read-only mapping, and the first call's arguments, with a ``jax.ShapeDtypeStruct`` for every array. It
-            returns the required constructor arguments that were not given, as a dict of ints (or tuples of ints). One
-            that has a default may be among them, and wins over that, unless the caller gave it. A load wins over it in
-            the same way.
+            returns the required constructor arguments that were not given, as a dict of ints (or tuples of ints), or
+            None for what the class takes it for. One that has a default may be among them, and wins over that, unless
+            the caller gave it. A load wins over it in the same way.
 
     Returns:
         A class. Its constructor takes the arguments of ``cls`` by keyword, without those that are to be inferred.

@@ -319,12 +319,12 @@ class Session:
             blueprint = _first_call.run_initialize_parameters(layer, args, kwargs)
             if blueprint is not None:
                 _lifecycle.merge_attributes(layer, blueprint)
-                if _structure.has_other_slots(vars(layer)[STATE].spec, blueprint):
-                    self._follow_new(layer)
+            if blueprint is None or _structure.has_other_slots(vars(layer)[STATE].spec, blueprint):
+                self._follow_new(layer)
         return None if blueprint is None else dict(blueprint.values)
 
     def _follow_new(self, layer: Any) -> None:
-        """Follow the calls of what a layer of the model has at its sizes only."""
+        """Follow the calls of what a layer of the model has at its sizes only, or has made when it was initialized."""
         index = vars(layer).get(INDEX)
         root, *above = self.lazy[index][0] if index is not None else (None,)
         for path, node in _graph.nodes(layer) if root == 0 else ():
@@ -355,8 +355,8 @@ class Session:
         if left and not self.follows_calls and not isinstance(error, LazyError):
             names = [_graph.place(self.lazy[i][1], _own_name(self.lazy[i][1])) for i in left]
             error.add_note(
-                f"no layer of these models had been called: {', '.join(sorted(names))}, ...; if it is for want of their "
-                "values, lm.materialize(model, x) before"
+                f"no layer of these models had been called: {', '.join(sorted(names))}, ...; if it is for want of "
+                "their values, lm.materialize(model, x) before"
             )
 
     def _compare(self, layer: Any, visit: Visit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
