@@ -61,7 +61,7 @@ class Call:
     """A call of a module during the run: shapes and dtypes of arguments and output.
 
     Attributes:
-        module: The module of the copy.
+        module: The module of the copy, while the call runs.
         stacked: Whether the module that was called is one of those that the copy holds as a stack.
         sized: Whether it is a lazy layer that was sized in this call; its hooks and its class both ask for that.
     """
@@ -270,7 +270,7 @@ class Session:
 
         def leave(_: Any, args: tuple[Any, ...], output: Any) -> None:
             call = self._stack.pop()
-            call.output = _first_call.as_specs(output)
+            call.output, call.module = _first_call.as_specs(output), None  # in a trace it may be a copy of that
             self.calls.setdefault(path, call)
 
         _hooks.register_forward_pre_hook(node, enter, prepend=True, with_kwargs=True)
