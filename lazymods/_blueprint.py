@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 
 from lazymods import _compat
+from lazymods._arguments import as_call
 from lazymods._recipe import Shape, is_key
 
 Path = tuple[Any, ...]
@@ -330,7 +330,8 @@ def trace(
                 call[rngs_name] = rngs = _make_rngs(mirrors)
                 known |= {id(rngs): rngs_name} | {id(m): f"{rngs_name}.{name}" for name, m in mirrors.items()}
             with nnx.use_eager_sharding(_compat.NOT_GIVEN):  # nothing is sharded, whatever a mesh may be set
-                twin = _construct(cls, call)
+                in_order, by_name = as_call(cls, call)
+                twin = cls(*in_order, **by_name)
             reader = _Reader(known, outputs)
             found.append((reader.describe(twin, ()), reader.slots, {n: s.draws for n, s in mirrors.items()}))
         return outputs
@@ -339,17 +340,6 @@ def trace(
     program = jax.make_jaxpr(build)(*avals)
     pairs = zip(found, readings, strict=True)
     return [Blueprint(node, slots, program, draws, values) for (node, slots, draws), (values, _) in pairs]
-
-
-def _construct(cls: type, arguments: dict[str, Any]) -> Any:
-    in_order = [arguments.pop(n) for n in _positional_only(cls) if n in arguments]
-    return cls(*in_order, **arguments)
-
-
-@functools.cache
-def _positional_only(cls: type) -> list[str]:
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
 
 
 def _make_rngs(mirrors: Mapping[str, Stream]) -> nnx.Rngs | Stream:

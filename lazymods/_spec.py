@@ -109,7 +109,7 @@ class LayerSpec:
             needed = "arguments that pickle: a lazy layer is stored with those that it was given"
             write = f"a function defined at the top of a module for {argument}, or lm.materialize(...) first"
             check_pickles(argument, value, lambda: self.name, needed, write)
-        streams = tuple((n, str(jax.random.key_impl(_example_key(d))), tag) for n, d, tag in self.streams)
+        streams = tuple((n, str(jax.random.key_impl(example_key(d))), tag) for n, d, tag in self.streams)
         names = tuple(self.config)  # in their order, which is part of the key
         return _restore, (
             self.name,
@@ -132,6 +132,10 @@ class LayerSpec:
     def arguments(self) -> dict[str, Any]:
         """What the class's constructor gets of what was given."""
         return {k: v for k, v in self.config.items() if k not in self.options and k not in self.unknown}
+
+    def default_of(self, name: str) -> Any:
+        """Return what an argument is that was left out; one behind ``**kwargs`` is what a base class has for it."""
+        return self.config[name] if name in self.config else constructor_parameters(self.cls)[name].default
 
     @functools.cached_property
     def size_names(self) -> tuple[str, ...]:
@@ -340,7 +344,7 @@ def context() -> Any:
 
 
 @functools.cache
-def _example_key(dtype: Any) -> Any:
+def example_key(dtype: Any) -> Any:
     """A key of a key dtype, to ask for its implementation's name."""
     for name in ("threefry2x32", "rbg", "unsafe_rbg"):
         key = jax.random.key(0, impl=name)

@@ -48,7 +48,8 @@ def fitted(survey: Survey, given: Mapping[str, Any]) -> list[tuple[Any, Blueprin
         first, last = bisect.bisect_left(names, prefix), bisect.bisect_left(names, f"{prefix}\U0010ffff")
         entries = {name[len(prefix) :]: given[name] for name in names[first:last]}
         shapes = {k: getattr(v, "shape", None) for k, v in entries.items() if not is_key(v)}
-        blueprint = _fitted(state.spec, shapes) if shapes and None not in shapes.values() else None
+        whole = all(s is not None and None not in s for s in shapes.values())  # no entry of a lazy layer
+        blueprint = _fitted(state.spec, shapes) if shapes and whole else None
         if blueprint is not None:
             found.append((layer, blueprint))
     return found
@@ -57,9 +58,9 @@ def fitted(survey: Survey, given: Mapping[str, Any]) -> list[tuple[Any, Blueprin
 def _fitted(spec: LayerSpec, shapes: Mapping[str, Any]) -> Blueprint | None:
     """The constructor at the only sizes that fit, None if a formula gives them, or if there are none or several."""
     template = spec.template
-    names = {dotted(p): p for p in template.blueprint.slots}
-    known = {names[n]: tuple(s) for n, s in shapes.items() if n in names}
-    values, _ = spec.read(template, {p: s for p, s in known.items() if not _is_left_out(template.blueprint, p)})
+    sized = {dotted(p): p for p in template.blueprint.slots if not _is_left_out(template.blueprint, p)}
+    known = {sized[n]: tuple(s) for n, s in shapes.items() if n in sized}
+    values, _ = spec.read(template, known)
     trial = _Trial(spec, shapes)
     blueprint = None if values is None else trial.fits(values)
     if blueprint is not None:  # if an axis has another length than at all probes, a formula has not told that
@@ -74,8 +75,10 @@ def _fitted(spec: LayerSpec, shapes: Mapping[str, Any]) -> Blueprint | None:
 
 
 def _is_left_out(blueprint: Blueprint, path: Any) -> bool:
-    cls = blueprint.slots[path].cls
-    return cls is not None and issubclass(cls, (nnx.RngState, *_lifecycle.TRANSIENT))
+    """Whether entries may lack a slot, or hold it otherwise, as a random key by its data."""
+    slot = blueprint.slots[path]
+    left_out = slot.cls is not None and issubclass(slot.cls, (nnx.RngState, *_lifecycle.TRANSIENT))
+    return left_out or is_key(slot)
 
 
 @dataclasses.dataclass
@@ -98,7 +101,7 @@ class _Trial:
         elif spec.unknown:
             return
         for name in spec.left_out:
-            if type(spec.config.get(name)) is int:
+            if type(spec.default_of(name)) is int:
                 yield (*spec.unknown, name)
 
     def only(self, free: Sequence[str]) -> Blueprint | None:
@@ -129,7 +132,8 @@ class _Trial:
         What such a size is for is there only with it: a projection of what a norm or an attention is conditioned on.
         Each is taken for itself, if what is made for it has entries.
         """
-        left = [n for n in self.spec.left_out if self.spec.config[n] is None] if values or not self.spec.unknown else []
+        spec = self.spec
+        left = [n for n in spec.left_out if spec.default_of(n) is None] if values or not spec.unknown else []
         while left:
             before = self._part(values)
             if before is None:

@@ -186,10 +186,8 @@ def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
 def _may_fit(place: Place, name: str, value: StoredTensor) -> bool:
     if name != place.name:  # the name of a key's kind, or a text
         return not name.endswith(f".{IMPL}") or value.nbytes <= _MAX_KIND_BYTES
-    if place.lazy:
-        return fits(place.value.recipe.shape, value.shape)
-    shape = tuple(np.shape(place.value))
-    return shape == (value.shape[:-1] if is_key(place.value) else value.shape)
+    shape = value.shape[:-1] if is_key(place.value) else value.shape
+    return fits(place.value.recipe.shape if place.lazy else tuple(np.shape(place.value)), shape)
 
 
 def _check_booleans(entries: Mapping[str, Any], file: Checkpoint) -> None:
@@ -205,7 +203,7 @@ def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], fi
     """Refuse the name of a kind of random keys that is none: anything but the bytes of one that JAX knows."""
     for name, value in entries.items():
         place = places.get(name.removesuffix(f".{IMPL}"))
-        if place is None or place.name == name or place.lazy or not is_key(place.value):
+        if place is None or place.name == name or not is_key(place.value):
             continue
         is_text = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1
         kind = value.tobytes().decode(errors="replace") if is_text and not _is_spread(value) else None

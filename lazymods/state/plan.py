@@ -17,7 +17,7 @@ from lazymods._errors import Problem, describe, located
 from lazymods._graph import OTHER, STATE, Path, dotted, kind_of
 from lazymods._placeholder import UninitializedVariable, fits, show_shape
 from lazymods._recipe import Shape, is_key
-from lazymods._spec import REFUSALS, LayerSpec
+from lazymods._spec import REFUSALS, LayerSpec, example_key
 from lazymods._template import Template
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
 from lazymods.state.plain import as_number
@@ -122,7 +122,7 @@ def make_plan(
             if not aliases[0].is_rng:
                 plan.missing.extend(p.name for p in aliases)
             continue
-        if not aliases[0].lazy and is_key(aliases[0].value):
+        if is_key(aliases[0].value) and not _graph.is_placeholder(given[found[0].name]):
             used.update(f"{p.name}.{IMPL}" for p in found)
             _check_key(plan, found[0], given)
             continue
@@ -228,7 +228,11 @@ def _dtype_of(current: Any) -> Any:
 
 def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
     value, current = given[place.name], place.value
-    impl = str(jax.random.key_impl(current)) if not isinstance(current, jax.ShapeDtypeStruct) else None
+    impl = None
+    if place.lazy:
+        impl = str(jax.random.key_impl(example_key(current.dtype)))
+    elif not isinstance(current, jax.ShapeDtypeStruct):
+        impl = str(jax.random.key_impl(current))
     named = given.get(f"{place.name}.{IMPL}")
     if named is not None:
         named = bytes(np.asarray(named).astype(np.uint8)).decode(errors="replace")
@@ -240,9 +244,11 @@ def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
         got = f"{describe(value)} of a {named or 'nameless'} key"
         plan.problem(place, got, f"the data of a {impl} key, uint32", "lm.state_dict(model, include_rng=True)")
         return
-    wanted = jax.eval_shape(jax.random.key_data, current).shape
-    if array.shape != wanted:
-        plan.mismatch(place, describe(array), f"shape {wanted}")
+    known = current.recipe.shape if place.lazy else current.shape
+    words = jax.eval_shape(jax.random.key_data, example_key(current.dtype)).shape
+    wanted = None if known is None else (*known, *words)
+    if not fits(wanted, array.shape) or array.shape[-1:] != words:
+        plan.mismatch(place, describe(array), f"shape {'?' if wanted is None else show_shape(wanted)}")
         return
     key = jax.random.wrap_key_data(*own([array]), impl=impl or named)
     if isinstance(current, jax.Array) and not isinstance(current, Tracer) and current.committed:
