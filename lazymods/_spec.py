@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lazymods import _blueprint, _compat
+from lazymods import _asking, _blueprint, _compat
 from lazymods._arguments import (
     Ignored,
     UnhashableError,
@@ -28,7 +28,7 @@ from lazymods._arguments import (
     freeze,
     freeze_arguments,
 )
-from lazymods._blueprint import Blueprint, Path
+from lazymods._blueprint import Blueprint, Path, init_p
 from lazymods._errors import Problem, UninitializedError, check_pickles
 from lazymods._graph import dotted
 from lazymods._placeholder import SIZE_LINE, UninitializedVariable
@@ -382,7 +382,19 @@ class SlotSource:
         sizes, _ = self.spec.solve(template, {self.path: shape})
         rest = {n: common_multiple(self.spec.arguments) * PRIMES[i] for i, n in enumerate(self.spec.size_names)}
         blueprint = self.spec.blueprint(self.spec.values(rest | sizes), {})
-        return blueprint.run([blueprint.slots[self.path]], keys)[0]
+        slot = blueprint.slots[self.path]
+        return slot.as_asked(blueprint.run([slot], keys)[0], dtype)
+
+    def returned(self, shape: Shape, dtype: Any) -> Any:
+        """Return what its initializer makes in place of a JAX array of the dtype that the placeholder has, or None."""
+        if self.spec.modules:
+            return None
+        blueprint = self.spec.template.blueprint
+        slot = blueprint.slots.get(self.path)
+        equation = None if slot is None else blueprint.source_of(slot)
+        if slot is None or equation is None or equation.primitive is not init_p or slot.dtype != dtype:
+            return None
+        return _asking.returned_instead(equation.params["call"], shape, dtype)
 
     def owner(self) -> str:
         """Name the layer."""

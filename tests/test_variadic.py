@@ -95,9 +95,7 @@ class Dims(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.first(x)
-        for layer in self.rest:
-            y = layer(x)
-        return y
+        return jnp.concatenate([layer(x) for layer in self.rest], -1)
 
 
 class AfterRngs(nnx.Module):

@@ -84,7 +84,7 @@ def assert_equal(model: Any, want: Any) -> None:
     ],
 )
 def test_a_load_writes_them(lazy: Any, cls: Any, given: dict[str, Any], way: str, tmp_path: Path) -> None:
-    other = {"seed": 7} if cls is Noise else {}
+    other: dict[str, Any] = {"seed": 7} if cls is Noise else {}
     want, model = cls(4, **given, **other, rngs=nnx.Rngs(0)), lazy(**given, rngs=nnx.Rngs(1))
     if way == "state dict":
         lm.load_state_dict(model, lm.state_dict(want))
