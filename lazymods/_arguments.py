@@ -8,8 +8,8 @@ import inspect
 import math
 import operator
 import types
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,18 +22,70 @@ class UnhashableError(Exception):
 
 @functools.cache
 def constructor_parameters(cls: type) -> dict[str, inspect.Parameter]:
-    """The constructor's parameters; those behind ``**kwargs`` are looked up in the base classes."""
+    """The constructor's parameters; those behind ``**kwargs`` are looked up in the base classes.
+
+    ``*dims`` is a parameter ``dims=()``, for all arguments have names here.
+    """
     found: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__:
-        if "__init__" not in vars(base):
-            continue
-        own = list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+    for i, own in enumerate(_constructors(cls)):
         for p in own:
             if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
                 found.setdefault(p.name, p)
+            elif p.kind is p.VAR_POSITIONAL and i == 0:
+                found[p.name] = p.replace(kind=p.KEYWORD_ONLY, default=())
         if not any(p.kind is p.VAR_KEYWORD for p in own):
             break
     return found
+
+
+def _constructors(cls: type) -> Iterator[list[inspect.Parameter]]:
+    """The parameters of the constructors of a class and its bases, in the order in which they call each other."""
+    for base in cls.__mro__:
+        if "__init__" in vars(base) and base is not object:
+            yield list(inspect.signature(vars(base)["__init__"]).parameters.values())[1:]
+
+
+class Variadic(NamedTuple):
+    """What a constructor takes without naming it.
+
+    Attributes:
+        positional: Its ``*dims``, by name, or None.
+        keyword: Its ``**kwargs``, or None.
+        behind: Parameters of base classes that may be given through ``**kwargs``. Only the class itself knows which of
+            them it hands on, and which it gives to its base on its own.
+    """
+
+    positional: str | None
+    keyword: str | None
+    behind: frozenset[str]
+
+
+@functools.cache
+def variadic(cls: type) -> Variadic:
+    """Return what a class's own constructor takes without naming it."""
+    own = next(_constructors(cls), [])
+    names = {p.kind: p.name for p in own}
+    keyword = names.get(inspect.Parameter.VAR_KEYWORD)
+    behind = constructor_parameters(cls).keys() - {p.name for p in own}
+    return Variadic(names.get(inspect.Parameter.VAR_POSITIONAL), keyword, frozenset(behind))
+
+
+def as_call(cls: type, arguments: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return arguments by name as a constructor takes them: by position what has to be, the rest by keyword.
+
+    Raises:
+        TypeError: If one is missing that goes before others by position, or ``*dims`` is given what is no sequence.
+    """
+    rest = dict(arguments)
+    more = tuple(rest.pop(variadic(cls).positional or "", ()))
+    in_order = []
+    for p in next(_constructors(cls), []):
+        if p.kind is p.POSITIONAL_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and more):
+            value = rest.pop(p.name, p.default)
+            if value is p.empty:
+                raise TypeError(f"{cls.__name__}.__init__() missing the argument {p.name!r}")
+            in_order.append(value)
+    return [*in_order, *more], rest
 
 
 # isinstance(value, Mapping) or (value, nnx.Pytree) asks every subclass of those whether it knows the type of the value,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +24,8 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 
 from lazymods import _compat
+from lazymods._arguments import as_call
+from lazymods._errors import ConfigurationError, Problem, describe
 from lazymods._recipe import Shape, is_key
 
 Path = tuple[Any, ...]
@@ -69,6 +70,13 @@ class Slot:
     dtype: Any
     metadata: Mapping[str, Any]
     weak: bool = False
+
+    def as_asked(self, value: Any, dtype: Any) -> Any:
+        """Return a value in the dtype that its placeholder has; if that is the slot's, the value's own stays.
+
+        An initializer may return another dtype than it is asked for, and an explicit layer then holds what it returns.
+        """
+        return value if dtype is None or dtype in (self.dtype, value.dtype) else value.astype(dtype)
 
     def of_shape(self, shape: Shape) -> Slot:
         """Describe the same at another shape."""
@@ -177,10 +185,14 @@ class Blueprint:
 
         wanted = [jaxpr.outvars[s.index] for s in slots]
         shapes = {v: s.shape for v, s in zip(wanted, slots, strict=True) if not hasattr(v, "val")}
+        arrays: dict[Any, Any] = {}  # what initializers returned, of whatever dtype, and of numpy if they say so
         for equation in _needed(jaxpr.eqns, wanted):
+            _check_used(equation, arrays)
             out = _run_equation(equation, [read(v) for v in equation.invars], shapes.get(equation.outvars[0]))
             env.update(zip(equation.outvars, out, strict=True))
-        return [jnp.asarray(read(v)) for v in wanted]
+            if equation.primitive is init_p and isinstance(out[0], (np.ndarray, jax.Array)):
+                arrays[equation.outvars[0]] = out[0]
+        return [arrays[v] if not hasattr(v, "val") and v in arrays else jnp.asarray(read(v)) for v in wanted]
 
 
 _CONSTANT = (jax.nn.initializers.zeros, jax.nn.initializers.ones)  # they take a key, and draw nothing
@@ -202,6 +214,20 @@ def _needed(equations: Sequence[Any], wanted: Sequence[Any]) -> Iterator[Any]:
             keep.append(equation)
             live.update(_inputs_of(equation))
     return reversed(keep)
+
+
+def _check_used(equation: Any, arrays: Mapping[Any, Any]) -> None:
+    """Refuse to compute on with what an initializer returned in another dtype: the program was read without it.
+
+    Raises:
+        ConfigurationError: If the equation does so.
+    """
+    for v in equation.invars:
+        made = None if hasattr(v, "val") else arrays.get(v)
+        if made is not None and made.dtype != v.aval.dtype:
+            got = f"an initializer that returns {describe(made)}, from which the constructor computes a value"
+            needed, write = f"the dtype that it is asked for, {v.aval.dtype}", "value.astype(dtype) in the initializer"
+            raise ConfigurationError(Problem("a parameter", got, needed, write))
 
 
 def _run_equation(equation: Any, inputs: list[Any], shape: Shape | None) -> Sequence[Any]:
@@ -330,7 +356,8 @@ def trace(
                 call[rngs_name] = rngs = _make_rngs(mirrors)
                 known |= {id(rngs): rngs_name} | {id(m): f"{rngs_name}.{name}" for name, m in mirrors.items()}
             with nnx.use_eager_sharding(_compat.NOT_GIVEN):  # nothing is sharded, whatever a mesh may be set
-                twin = _construct(cls, call)
+                in_order, by_name = as_call(cls, call)
+                twin = cls(*in_order, **by_name)
             reader = _Reader(known, outputs)
             found.append((reader.describe(twin, ()), reader.slots, {n: s.draws for n, s in mirrors.items()}))
         return outputs
@@ -339,17 +366,6 @@ def trace(
     program = jax.make_jaxpr(build)(*avals)
     pairs = zip(found, readings, strict=True)
     return [Blueprint(node, slots, program, draws, values) for (node, slots, draws), (values, _) in pairs]
-
-
-def _construct(cls: type, arguments: dict[str, Any]) -> Any:
-    in_order = [arguments.pop(n) for n in _positional_only(cls) if n in arguments]
-    return cls(*in_order, **arguments)
-
-
-@functools.cache
-def _positional_only(cls: type) -> list[str]:
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
 
 
 def _make_rngs(mirrors: Mapping[str, Stream]) -> nnx.Rngs | Stream:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from lazymods import _compat, _draws, _first_call, _sizing
-from lazymods._arguments import Ignored, UnhashableError, constructor_parameters, exact, freeze
+from lazymods._arguments import Ignored, UnhashableError, constructor_parameters, exact, freeze, variadic
 from lazymods._blueprint import Blueprint
 from lazymods._building import LazyState, Mould
 from lazymods._errors import (
@@ -56,9 +56,9 @@ def lazy(cls: type, *, infer: Infer) -> Any:
             values.
         infer: ``infer(config, *args, **kwargs)`` gets the constructor's bound arguments, defaults included, as a
             read-only mapping, and the first call's arguments, with a ``jax.ShapeDtypeStruct`` for every array. It
-            returns the required constructor arguments that were not given, as a dict of ints (or tuples of ints). One
-            that has a default may be among them, and wins over that, unless the caller gave it. A load wins over it in
-            the same way.
+            returns the required constructor arguments that were not given, as a dict of ints (or tuples of ints), or
+            None for what the class takes it for. One that has a default may be among them, and wins over that, unless
+            the caller gave it. A load wins over it in the same way.
 
     Returns:
         A class. Its constructor takes the arguments of ``cls`` by keyword, without those that are to be inferred.
@@ -138,6 +138,9 @@ def _doc(plan: Plan) -> str:
 def _signature(plan: Plan) -> tuple[inspect.Signature, str | None]:
     """The lazy class's signature: required arguments first, options by keyword, rngs last."""
     parameters = constructor_parameters(plan.cls)
+    behind = variadic(plan.cls).keyword if plan.decides else None
+    if behind and "rngs" not in parameters:  # they are handed on through it, if at all
+        parameters = {**parameters, "rngs": inspect.Parameter("rngs", inspect.Parameter.KEYWORD_ONLY, default=None)}
     rngs_name = "rngs" if "rngs" in parameters else None
     positional, keyword = [], []
     for name, p in parameters.items():
@@ -156,6 +159,8 @@ def _signature(plan: Plan) -> tuple[inspect.Signature, str | None]:
         keyword.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
     if rngs_name is not None:
         keyword.append(parameters[rngs_name].replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    if behind:
+        keyword.append(inspect.Parameter(behind, inspect.Parameter.VAR_KEYWORD))
     return inspect.Signature([*positional, *keyword]), rngs_name
 
 
@@ -244,24 +249,39 @@ def _mould(name: str, twin: _Twin, args: Any, kwargs: Any, described: Streams | 
     given = set(bound.arguments)
     bound.apply_defaults()
     _check_defaults(name)
-    config = {k: v for k, v in bound.arguments.items() if v is not INFERRED}
+    config = _configured(plan, bound.arguments, given)
     if plan.prepare is not None:
         config = plan.prepare(config)
     rngs = config.pop(twin.rngs_name, None) if twin.rngs_name else None
     if described is None:
         raise _no_rngs(name, rngs)
-    structure = _structure(plan, config)
+    structures = _structures(plan, config, given)
     modules = {k: v for k, v in config.items() if nnx.Module in type(v).__mro__}
     takes_rngs = twin.rngs_name if rngs is not None else None
     plain = {k: v for k, v in config.items() if k not in modules}
-    left_out = tuple([k for k in plain if k not in given and k not in structure]) if plan.decides else ()
+    has_default = [n for n, p in signature.parameters.items() if p.default is not p.empty and p.default is not INFERRED]
+    optional = [n for n in has_default if n not in given and n not in modules and n != twin.rngs_name]
 
     def specify(unknown: dict[str, Any], guesses: tuple[dict[str, Any], ...]) -> LayerSpec:
         options = tuple(plan.options)
         rest = (described, takes_rngs, tuple(modules), guesses)
-        return LayerSpec(name, plan.cls, plain, unknown, options, *rest, plan.scales, left_out)
+        left_out = tuple([n for n in optional if n not in unknown])
+        return LayerSpec(name, plan.cls, plain, unknown, options, *rest, plan.scales, left_out if plan.decides else ())
 
-    return Mould(*_first_that_reads(plan, specify, structure, modules)), modules
+    return Mould(*_first_that_reads(plan, specify, structures, modules)), modules
+
+
+def _configured(plan: Plan, arguments: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
+    """What a layer's class gets: what was given, and its own defaults.
+
+    A default of a base class is not handed to ``**kwargs``, for the class may give that argument to its base itself.
+    """
+    config = {k: v for k, v in arguments.items() if v is not INFERRED}
+    if not plan.decides:
+        return config
+    behind = variadic(plan.cls)
+    more = config.pop(behind.keyword, {}) if behind.keyword else {}
+    return {k: v for k, v in config.items() if k in given or k not in behind.behind} | more
 
 
 def _check_defaults(name: str) -> None:
@@ -307,9 +327,15 @@ Streams = tuple[tuple[str, Any, str], ...]  # name, key dtype and tag of each
 
 
 def _short(signature: inspect.Signature) -> str:
-    shown = [n if p.default is p.empty else f"{n}=..." for n, p in signature.parameters.items()]
+    shown = [_shown(p) for p in signature.parameters.values()]
     note = "; options go by keyword" + (", rngs is required" if _needs_rngs(signature) else "")
     return f"({', '.join(shown[:6])}{', ...' if len(shown) > 6 else ''}){note}"
+
+
+def _shown(p: inspect.Parameter) -> str:
+    if p.kind is p.VAR_KEYWORD:
+        return f"**{p.name}"
+    return p.name if p.default is p.empty else f"{p.name}=..."
 
 
 def _needs_rngs(signature: inspect.Signature) -> bool:
@@ -317,36 +343,49 @@ def _needs_rngs(signature: inspect.Signature) -> bool:
 
 
 def _call_line(name: str, signature: inspect.Signature) -> str:
-    required = [n for n, p in signature.parameters.items() if p.default is p.empty and n != "rngs"]
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    required = [p.name for p in parameters if p.default is p.empty and p.name != "rngs"]
     rngs = ["rngs=nnx.Rngs(0)"] if _needs_rngs(signature) else []
     return f"{name}({', '.join(required + rngs)})"
 
 
-def _structure(plan: Plan, config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is unknown: an int for each missing argument, unless the plan knows better."""
+def _structures(plan: Plan, config: Mapping[str, Any], given: set[str]) -> list[dict[str, Any]]:
+    """What may be unknown: an int for each missing argument, unless the plan knows better.
+
+    Of those behind ``**kwargs``, and of ``*dims``, only the constructor tells which have to be given: it is asked with
+    as few as it reads with.
+    """
     if plan.structure is not None:
-        return plan.structure(MappingProxyType(dict(config)))
+        return [plan.structure(MappingProxyType(dict(config)))]
     if plan.inferred is not None:
-        return {n: None for n in plan.inferred if n not in config}
-    required = (n for n, p in constructor_parameters(plan.cls).items() if p.default is p.empty and n != "rngs")
-    return {n: None for n in required if n not in config}
+        return [{n: None for n in plan.inferred if n not in config}]
+    parameters, (dims, _, behind) = constructor_parameters(plan.cls), variadic(plan.cls)
+    required = [n for n, p in parameters.items() if p.default is p.empty and n != "rngs" and n not in config]
+    perhaps = [n for n in required if n in behind] + ([dims] if dims and dims not in given else [])
+    sure = {n: None for n in required if n not in behind}
+    several = (itertools.combinations(perhaps, k) for k in range(len(perhaps) + 1))
+    return [sure | dict.fromkeys(names) for names in itertools.islice(itertools.chain(*several), 64)]
 
 
-def _first_that_reads(plan: Plan, specify: Any, structure: dict[str, Any], modules: dict[str, Any]) -> Any:
+_SHAPES = (None, (None,), (None,) * 2, (None,) * 3, (None,) * 4)
+
+
+def _first_that_reads(plan: Plan, specify: Any, structures: list[dict[str, Any]], modules: dict[str, Any]) -> Any:
     """Read the constructor; if it takes no ints for what is missing, try tuples of them."""
-    guesses = [structure]
-    if plan.structure is None and plan.inferred is None and structure:
-        shapes = (None, (None,), (None,) * 2, (None,) * 3, (None,) * 4)
-        combinations = itertools.islice(itertools.product(shapes, repeat=len(structure)), 1, 125)
-        guesses += [dict(zip(structure, c, strict=True)) for c in combinations]
-    error: Exception | None = None
-    for i, guess in enumerate(guesses):
-        spec = specify(guess, tuple(guesses[i + 1 :]) if i else ())
+    guesses = [(structure, ()) for structure in structures]
+    for structure in structures if plan.decides else ():
+        combinations = itertools.islice(itertools.product(_SHAPES, repeat=len(structure)), 1, 125)
+        tuples = [dict(zip(structure, c, strict=True)) for c in combinations]
+        guesses += [(guess, tuple(tuples[i + 1 :])) for i, guess in enumerate(tuples)]
+    errors: list[Exception] = []
+    for guess, others in guesses:
+        spec = specify(guess, others)
         try:
             return spec, spec.probe(modules) if modules else spec.template
         except REFUSALS as e:
-            error = error or e
-    assert error is not None
+            errors.append(e)
+    of_ints = errors[: len(structures)]  # a TypeError may tell of arguments that the class does not take so
+    error = next((e for e in of_ints if not isinstance(e, TypeError)), of_ints[0])
     raise _unreadable(plan.cls, error) from error
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -61,8 +62,14 @@ def initialized(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
             refuses them.
     """
     if LOCAL.session is not None:
-        LOCAL.session.initialize(layer, args, kwargs)
-        yield
+        session = LOCAL.session
+        session.initialize(layer, args, kwargs)
+        try:
+            yield
+        except Exception as error:
+            if not session.follows_calls:
+                tell(layer, args, kwargs, error)
+            raise
         return
     with _lifecycle.LOCK:
         attempt = _attempts.setdefault(id(layer), _Attempt())
@@ -76,8 +83,8 @@ def initialized(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
         attempt.succeeded = True
     except BaseException as error:
         _end(layer, attempt)
-        if isinstance(error, (ValueError, TypeError)) and not isinstance(error, LazyError) and is_of_flax(layer):
-            raise forward_error(layer, args, kwargs, error) from error
+        if isinstance(error, Exception):
+            tell(layer, args, kwargs, error)
         raise
     _end(layer, attempt)
 
@@ -111,11 +118,32 @@ def _end(layer: Any, attempt: _Attempt) -> None:
                 attempt.before.restore()
 
 
-def is_of_flax(layer: Any) -> bool:
-    """Whether a module is a lazy layer that becomes one of Flax's."""
+_MISSING = re.compile(r"(was|must be) provided|not initialized")  # by Flax's words: a mode, rngs or a cache
+
+
+def refuses_input(layer: Any, error: Exception) -> bool:
+    """Whether an error says that a lazy layer which becomes one of Flax's does not take its input."""
     state = vars(layer).get(STATE) if layer is not None else None
     spec = state.spec if state is not None else None
-    return spec is not None and spec.cls.__module__.startswith("flax.")
+    is_of_flax = spec is not None and spec.cls.__module__.startswith("flax.")
+    return is_of_flax and isinstance(error, (ValueError, TypeError)) and _MISSING.search(str(error)) is None
+
+
+_NOTE = "in the first call of a lazy layer, at "
+
+
+def tell(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> None:
+    """Say in which layer a first call has failed: in an error of its own, or else in a note, once.
+
+    Raises:
+        ShapeInferenceError: If a layer of Flax refuses its input.
+    """
+    if isinstance(error, LazyError):
+        return
+    if refuses_input(layer, error):
+        raise forward_error(layer, args, kwargs, error) from error
+    if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
+        error.add_note(_NOTE + _graph.place(layer, type(layer).__name__))
 
 
 def forward_error(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> ShapeInferenceError:

@@ -159,9 +159,7 @@ def hooked_class(cls: type) -> type:
         "_lazymods_own": cls,
         "cls_to_become": None if target is None else hooked_class(target),
     }
-    made = _compat.put_in_front(Hooked, cls, cls.__name__, namespace)
-    _compat.inherit_data_names(made)
-    return made
+    return _compat.put_in_front(Hooked, cls, cls.__name__, namespace)
 
 
 def unhooked_class(cls: type) -> type:

@@ -114,6 +114,7 @@ def _materialize(start: Callable[[], Session], device: Any, dtype: Any, init_bac
             for variable, recipe in changed:
                 if _graph.is_placeholder(variable):  # not reached: as before
                     variable.set_raw_value(recipe)
+            _cast(session.everything, empty, dtype)
             if where is not None:
                 _move(session.everything, empty, device)
         except BaseException:
@@ -204,6 +205,16 @@ def _finish_layer(visit: Visit, path: str) -> None:
     except LazyError as error:
         where = located(path, type(visit.layer).__name__)
         raise relocate(error, lambda p: p.where if path in p.where else where) from error
+
+
+def _cast(model: Any, paths: set[Path], dtype: Any) -> None:
+    """Cast what an initializer returned in another dtype than it was asked for, if that is the one that is wanted."""
+    for path, _, _, value in list(_graph.entries(model)) if dtype is not None else ():
+        if path not in paths or not isinstance(value, nnx.Param) or _graph.is_placeholder(value):
+            continue
+        raw = value.get_raw_value()
+        if jnp.issubdtype(raw.dtype, jnp.floating) and raw.dtype != dtype:
+            value.set_raw_value(raw.astype(dtype))
 
 
 def _set_dtype(model: Any, dtype: Any) -> list[tuple[UninitializedVariable, Recipe]]:

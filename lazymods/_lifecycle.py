@@ -91,7 +91,7 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     level = _compat.home_trace(layer) if abstract else level_of(layer, empty.values())
     with _compat.at_trace(level):
         if abstract:
-            arrays = {p: _zeros(whole(blueprint, p, v), v.dtype, blueprint.slots[p]) for p, v in empty.items()}
+            arrays = {p: _zeros(whole(blueprint, p, v), v, blueprint.slots[p]) for p, v in empty.items()}
         elif any(isinstance(k, jax.ShapeDtypeStruct) for v in empty.values() for k in v.recipe.leaves):
             # a model that nnx.eval_shape made: abstract keys give abstract parameters
             arrays = {p: jax.ShapeDtypeStruct(whole(blueprint, p, v), v.dtype) for p, v in empty.items()}
@@ -106,8 +106,11 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
     return blueprint
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, slot: Slot) -> Any:
+def _zeros(shape: tuple[int, ...], variable: UninitializedVariable, slot: Slot) -> Any:
     """Return zeros that stand for a value in an abstract run: of weak type where the constructor makes one."""
+    source, dtype = variable.recipe.source, variable.dtype
+    made = source.returned(slot.shape, dtype) if isinstance(source, SlotSource) else None
+    dtype = dtype if made is None else jax.dtypes.canonicalize_dtype(made.dtype)
     weak = jnp.full(shape, {"f": 0.0, "i": 0, "c": 0j}.get(dtype.kind, False)) if slot.weak else None
     return weak if weak is not None and weak.dtype == dtype else _compat.abstract.zeros(shape, dtype)
 
@@ -145,8 +148,7 @@ def _compute(spec: LayerSpec, blueprint: Blueprint, empty: Mapping[Path, Any]) -
         slots = [blueprint.slots[p] for p in paths]
         made = empty[paths[0]].recipe.stacked(functools.partial(blueprint.run, slots))
         for path, array in zip(paths, made, strict=True):
-            dtype = empty[path].recipe.dtype
-            arrays[path] = array if array.dtype == dtype else array.astype(dtype)
+            arrays[path] = blueprint.slots[path].as_asked(array, empty[path].recipe.dtype)
     return arrays
 
 

@@ -443,7 +443,8 @@ def placeholder_type(target: type[nnx.Variable[Any]]) -> type[UninitializedVaria
     """Return the placeholder type of a Variable type, made on demand: ``UninitializedLoRAParam``."""
     if target not in _TYPES:
         name = f"Uninitialized{target.__name__}"
-        _TYPES[target] = type(name, (UninitializedVariable, target), {"target": target, "__module__": __name__})
+        namespace = {"target": target, "__module__": __name__}
+        _TYPES[target] = _compat.make_quietly(_PlaceholderType, name, (UninitializedVariable, target), namespace)
     return _TYPES[target]
 
 

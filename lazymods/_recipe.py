@@ -29,7 +29,7 @@ class Source(Protocol):
     """Where a value comes from: hashable, comparable, without arrays."""
 
     def make(self, keys: Sequence[Any], shape: Shape, dtype: Any) -> Any:
-        """Return the initial value, of ``shape``."""
+        """Return the initial value, of ``shape``, and of ``dtype`` if its maker does not say otherwise."""
         ...
 
     def owner(self) -> str:
@@ -45,7 +45,7 @@ class InitSource:
 
     def make(self, keys: Sequence[Any], shape: Shape, dtype: Any) -> Any:
         """Call the initializer, in the dtype of the parameter."""
-        dtype = jnp.result_type(float) if dtype is None else dtype
+        asked, dtype = dtype, jnp.result_type(float) if dtype is None else dtype
         if self.init is None:
             return jnp.zeros(shape, dtype)
         made = None
@@ -53,7 +53,9 @@ class InitSource:
             from lazymods.init import call_in_blocks  # on first use: a model that is loaded never draws
 
             made = call_in_blocks(self.init, keys[0], shape, dtype)
-        return self.init(keys[0] if keys else None, shape, dtype) if made is None else made
+        value = self.init(keys[0] if keys else None, shape, dtype) if made is None else made
+        other = isinstance(value, jax.Array) and asked is not None and (value.dtype != asked or value.weak_type)
+        return value.astype(asked) if other else value
 
     def owner(self) -> str:
         """A parameter made by hand belongs to nobody that it knows."""
@@ -226,10 +228,7 @@ class Recipe:
         """Return the initial value for ``shape``, in the recipe's dtype; each model's as it would be on its own."""
         element = self.stacking.part(shape)
         assert element is not None  # the shape was checked
-        value = self.stacked(lambda keys: self.source.make(keys, element, self.dtype))
-        if isinstance(value, jax.Array) and self.dtype is not None and (value.dtype != self.dtype or value.weak_type):
-            value = value.astype(self.dtype)
-        return value
+        return self.stacked(lambda keys: self.source.make(keys, element, self.dtype))
 
     def stacked(self, make: Callable[[tuple[Any, ...]], Any]) -> Any:
         """Return what ``make(keys)`` gives for each of the models that are stacked, as ``nnx.vmap`` stacks them."""

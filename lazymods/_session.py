@@ -61,7 +61,7 @@ class Call:
     """A call of a module during the run: shapes and dtypes of arguments and output.
 
     Attributes:
-        module: The module of the copy.
+        module: The module of the copy, while the call runs.
         stacked: Whether the module that was called is one of those that the copy holds as a stack.
         sized: Whether it is a lazy layer that was sized in this call; its hooks and its class both ask for that.
     """
@@ -160,11 +160,18 @@ class Session:
             try:
                 with self._active():
                     self._run()
-            except Exception:
+            except Exception as error:
+                self._size_copies()
                 if len(self._early) == known:
+                    self._tell_of_untouched(error)
                     raise
             if len(self._early) == known:
                 return self
+
+    @property
+    def follows_calls(self) -> bool:
+        """Whether it is known which module is being called: not in the run of a function."""
+        return self._call_copy is None
 
     @contextlib.contextmanager
     def _active(self) -> Iterator[None]:
@@ -223,8 +230,10 @@ class Session:
                 )
             ) from error
         except (ValueError, TypeError) as error:
+            if not self.follows_calls:
+                raise  # what one of the layers refused was told at its call
             call = self._stack[-1] if self._stack else Call((), args, kwargs)
-            is_refusal = _is_of_jax(error) or _first_call.is_of_flax(call.module)  # as in a first call that is run
+            is_refusal = _is_of_jax(error) or _first_call.refuses_input(call.module, error)  # as in a first call
             if not is_refusal:  # the model's own words, or those of a layer that was ready
                 error.add_note(f"in an abstract run of the model, at {self._where()}")
                 raise
@@ -248,7 +257,7 @@ class Session:
         """Number the lazy layers of the copy, follow its calls, and initialize what must be from the start."""
         for index, (_, node) in enumerate(self.lazy):
             object.__setattr__(self.twin(node), INDEX, index)
-        for path, node in self.nodes() if self._call_copy is None else ():
+        for path, node in self.nodes() if self.follows_calls else ():
             if isinstance(node, nnx.Module) and callable(node):
                 self._follow(self.twin(node), path)
         for index, (args, kwargs) in self._early.items():
@@ -261,7 +270,7 @@ class Session:
 
         def leave(_: Any, args: tuple[Any, ...], output: Any) -> None:
             call = self._stack.pop()
-            call.output = _first_call.as_specs(output)
+            call.output, call.module = _first_call.as_specs(output), None  # in a trace it may be a copy of that
             self.calls.setdefault(path, call)
 
         _hooks.register_forward_pre_hook(node, enter, prepend=True, with_kwargs=True)
@@ -310,17 +319,45 @@ class Session:
             blueprint = _first_call.run_initialize_parameters(layer, args, kwargs)
             if blueprint is not None:
                 _lifecycle.merge_attributes(layer, blueprint)
-                if _structure.has_other_slots(vars(layer)[STATE].spec, blueprint):
-                    self._follow_new(layer)
+            if blueprint is None or _structure.has_other_slots(vars(layer)[STATE].spec, blueprint):
+                self._follow_new(layer)
         return None if blueprint is None else dict(blueprint.values)
 
     def _follow_new(self, layer: Any) -> None:
-        """Follow the calls of what a layer of the model has at its sizes only."""
+        """Follow the calls of what a layer of the model has at its sizes only, or has made when it was initialized."""
         index = vars(layer).get(INDEX)
         root, *above = self.lazy[index][0] if index is not None else (None,)
         for path, node in _graph.nodes(layer) if root == 0 else ():
             if path and isinstance(node, nnx.Module) and callable(node) and HOOKS not in vars(node):
                 self._follow(node, (*above, *path))
+
+    def _size_copies(self) -> None:
+        """Size the lazy layers that were copied from one that the run has reached, as it was: for the next run.
+
+        A copy that is averaged into is never called. What it is averaged with has the shapes that it needs.
+        """
+        reached = [(path, self.visits[i]) for i, (path, _) in enumerate(self.lazy) if i in self.visits]
+        for index, (path, layer) in enumerate(self.lazy):
+            if index in self.visits or index in self._early:
+                continue
+            alike = [(_common_end(path, p), v) for p, v in reached if _are_copies(layer, v.layer)]
+            nearest = [v for n, v in alike if n == max(n for n, _ in alike)]
+            if nearest and all((v.args, v.kwargs) == (nearest[0].args, nearest[0].kwargs) for v in nearest):
+                self._early[index] = (nearest[0].args, nearest[0].kwargs)
+
+    def _tell_of_untouched(self, error: Exception) -> None:
+        """Name the models of which a function had reached no layer when it failed: it may need their values."""
+        models: dict[Path, list[int]] = {}
+        for index, (path, layer) in enumerate(self.lazy):
+            if _graph.has_uninitialized_params(layer):
+                models.setdefault(path[:2], []).append(index)
+        left = [found[-1] for found in models.values() if not any(i in self.visits or i in self._early for i in found)]
+        if left and not self.follows_calls and not isinstance(error, LazyError):
+            names = [_graph.place(self.lazy[i][1], _own_name(self.lazy[i][1])) for i in left]
+            error.add_note(
+                f"no layer of these models had been called: {', '.join(sorted(names))}, ...; if it is for want of "
+                "their values, lm.materialize(model, x) before"
+            )
 
     def _compare(self, layer: Any, visit: Visit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         infer = getattr(type(layer), "_lazymods_infer", None)
@@ -337,6 +374,22 @@ class Session:
                     "a layer of its own for each width",
                 )
             )
+
+
+def _common_end(a: Path, b: Path) -> int:
+    """How many steps two paths have in common at their ends."""
+    same = [x == y for x, y in zip(reversed(a), reversed(b), strict=False)]
+    return [*same, False].index(False)
+
+
+def _are_copies(layer: Any, other: Any) -> bool:
+    """Whether two lazy layers were made alike, of the same keys, as a layer and its copy are: so are their values."""
+    mine, others = _recipes(layer), _recipes(other)
+    return bool(mine) and mine == others and all(recipe.is_static for recipe in mine.values())
+
+
+def _recipes(layer: Any) -> dict[Path, Recipe]:
+    return {e.path: e.value.recipe for e in _graph.entries(layer) if _graph.is_placeholder(e.value)}
 
 
 def _is_slice(called: Any, node: Any) -> bool:

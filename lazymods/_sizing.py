@@ -115,7 +115,7 @@ def _wrong_values(spec: LayerSpec, values: Any) -> tuple[str, str, str] | None:
     if not set(wanted) <= set(values) or not set(values) <= {*wanted, *spec.left_out}:
         return f"infer returned the arguments {sorted(map(str, values))}", needed, write
     for name, value in values.items():
-        for leaf in jax.tree.leaves(value, is_leaf=lambda v: v is None):
+        for leaf in jax.tree.leaves(value):  # None is for what takes it: cond_dim=None
             if not _is_dimension(leaf):
                 return f"infer returned {name}={leaf!r}", needed, write
             if as_size(leaf) is None:

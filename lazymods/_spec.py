@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lazymods import _blueprint, _compat
+from lazymods import _asking, _blueprint, _compat
 from lazymods._arguments import (
     Ignored,
     UnhashableError,
@@ -28,7 +28,7 @@ from lazymods._arguments import (
     freeze,
     freeze_arguments,
 )
-from lazymods._blueprint import Blueprint, Path
+from lazymods._blueprint import Blueprint, Path, init_p
 from lazymods._errors import Problem, UninitializedError, check_pickles
 from lazymods._graph import dotted
 from lazymods._placeholder import SIZE_LINE, UninitializedVariable
@@ -109,7 +109,7 @@ class LayerSpec:
             needed = "arguments that pickle: a lazy layer is stored with those that it was given"
             write = f"a function defined at the top of a module for {argument}, or lm.materialize(...) first"
             check_pickles(argument, value, lambda: self.name, needed, write)
-        streams = tuple((n, str(jax.random.key_impl(_example_key(d))), tag) for n, d, tag in self.streams)
+        streams = tuple((n, str(jax.random.key_impl(example_key(d))), tag) for n, d, tag in self.streams)
         names = tuple(self.config)  # in their order, which is part of the key
         return _restore, (
             self.name,
@@ -132,6 +132,10 @@ class LayerSpec:
     def arguments(self) -> dict[str, Any]:
         """What the class's constructor gets of what was given."""
         return {k: v for k, v in self.config.items() if k not in self.options and k not in self.unknown}
+
+    def default_of(self, name: str) -> Any:
+        """Return what an argument is that was left out; one behind ``**kwargs`` is what a base class has for it."""
+        return self.config[name] if name in self.config else constructor_parameters(self.cls)[name].default
 
     @functools.cached_property
     def size_names(self) -> tuple[str, ...]:
@@ -340,7 +344,7 @@ def context() -> Any:
 
 
 @functools.cache
-def _example_key(dtype: Any) -> Any:
+def example_key(dtype: Any) -> Any:
     """A key of a key dtype, to ask for its implementation's name."""
     for name in ("threefry2x32", "rbg", "unsafe_rbg"):
         key = jax.random.key(0, impl=name)
@@ -378,7 +382,19 @@ class SlotSource:
         sizes, _ = self.spec.solve(template, {self.path: shape})
         rest = {n: common_multiple(self.spec.arguments) * PRIMES[i] for i, n in enumerate(self.spec.size_names)}
         blueprint = self.spec.blueprint(self.spec.values(rest | sizes), {})
-        return blueprint.run([blueprint.slots[self.path]], keys)[0]
+        slot = blueprint.slots[self.path]
+        return slot.as_asked(blueprint.run([slot], keys)[0], dtype)
+
+    def returned(self, shape: Shape, dtype: Any) -> Any:
+        """Return what its initializer makes in place of a JAX array of the dtype that the placeholder has, or None."""
+        if self.spec.modules:
+            return None
+        blueprint = self.spec.template.blueprint
+        slot = blueprint.slots.get(self.path)
+        equation = None if slot is None else blueprint.source_of(slot)
+        if slot is None or equation is None or equation.primitive is not init_p or slot.dtype != dtype:
+            return None
+        return _asking.returned_instead(equation.params["call"], shape, dtype)
 
     def owner(self) -> str:
         """Name the layer."""

@@ -411,3 +411,99 @@ def test_a_class_by_hand_that_becomes_nothing_keeps_itself(base: Any) -> None:
     lm.materialize(model, SPEC)
     assert type(model) is Keeps and not lm.is_lazy(model)
     np.testing.assert_array_equal(model(X), base(4, 3, rngs=nnx.Rngs(0))(X))
+
+
+# ---------------------------------------------------------------- classes that are told of their subclasses
+
+REGISTER: list[tuple[str, type, str]] = []  # what a base was told, and by what
+
+
+class Telling(nnx.Module):
+    """A base that keeps a register, and demands a word of each class."""
+
+    def __init_subclass__(cls, word: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.word = word
+        REGISTER.append((cls.__name__, cls, word))
+
+
+class PlainTelling:
+    """The same as a plain class, which may come after ``nnx.Module``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        REGISTER.append((cls.__name__, cls, "plain"))
+
+
+class TellingMeta(type(nnx.Module)):  # type: ignore[misc]
+    def __new__(cls, name: str, bases: Any, namespace: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls, name, bases, namespace, **kwargs)
+        REGISTER.append((name, made, "meta"))
+        return made
+
+
+class Told(Telling, word="a"):
+    __init__, __call__ = Body.__init__, Body.__call__
+
+
+class ToldAfter(nnx.Module, PlainTelling):
+    __init__, __call__ = Body.__init__, Body.__call__
+
+
+class ToldBefore(PlainTelling, nnx.Module):
+    __init__, __call__ = Body.__init__, Body.__call__
+
+
+class ToldByMeta(nnx.Module, metaclass=TellingMeta):
+    __init__, __call__ = Body.__init__, Body.__call__
+
+
+TOLD = [Told, ToldAfter, ToldBefore, ToldByMeta]
+
+
+@pytest.mark.parametrize("name", [n for n in OPERATIONS if n != "pickles"])  # a class of lm.lazy here has no name
+@pytest.mark.parametrize("cls", TOLD)
+def test_no_register_of_classes_changes(cls: Any, name: str, tmp_path: Path) -> None:
+    before = REGISTER.copy()
+    lazy_class = lm.lazy(cls, infer=width)
+    model, want = lazy_class(m=3, rngs=nnx.Rngs(0)), cls(4, 3, rngs=nnx.Rngs(0))
+    other = OPERATIONS[name](model, want, tmp_path)
+    assert_same(model if other is None else other, cls(4, 3, rngs=nnx.Rngs(0)))
+    assert issubclass(lazy_class, cls) and not isinstance(Helper(), lazy_class)
+    assert before == REGISTER
+
+
+def test_a_subclass_of_a_lazy_class_is_told_of() -> None:
+    class Own(lm.lazy(Told, infer=width), word="own"):  # type: ignore[misc]
+        pass
+
+    assert REGISTER.pop() == ("Own", Own, "own") and Own.word == "own"
+    layer = Own(m=3, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(layer(X), Told(4, 3, rngs=nnx.Rngs(0))(X))
+    assert [c.__name__ for c in Own.__mro__[:3]] == ["Own", "LazyTold", "LazyModuleMixin"]
+    assert Own.__mro__[3:] == Told.__mro__
+
+
+class OwnKind(nnx.Param[Any]):
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        REGISTER.append((cls.__name__, cls, "kind"))
+
+
+class SubKind(OwnKind): ...
+
+
+def test_a_kind_of_variables_is_not_told_of_its_placeholder() -> None:
+    class Holds(nnx.Module):
+        def __init__(self, n: int) -> None:
+            self.w = SubKind(jnp.ones((n, 3)))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x @ self.w[...]
+
+    before = REGISTER.copy()
+    layer = lm.lazy(Holds, infer=width)()
+    assert isinstance(layer.w, SubKind) and type(layer.w).__name__ == "UninitializedSubKind"
+    assert jax.tree.leaves(copy.deepcopy(layer.w)) == []
+    np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(layer, X), jnp.full((2, 3), 4.0))
+    assert type(layer.w) is SubKind and before == REGISTER

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -157,3 +158,146 @@ def test_an_error_of_a_constructor_is_passed_on(way: str) -> None:
     assert lm.is_lazy(layer)
     model(jnp.ones((2, 4)))
     np.testing.assert_array_equal(layer.fc.kernel, Constructor(4, rngs=nnx.Rngs(0)).fc.kernel)
+
+
+# ---------------------------------------------------------------- what a lazy layer itself raises
+
+
+class FailsItself(nnx.Module):
+    """Raises what the switch says, in its forward."""
+
+    def __init__(self, n: int, *, rngs: nnx.Rngs) -> None:
+        self.fc = nnx.Linear(n, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = self.fc(x)
+        error = SWITCH["error"]
+        if error is not None:
+            raise error
+        return y
+
+
+class Around(nnx.Module):
+    """A lazy layer whose forward calls another: the inner one is named."""
+
+    def __init__(self, n: int, inner: Any, *, rngs: nnx.Rngs) -> None:
+        self.fc, self.inner = nnx.Linear(n, 4, rngs=rngs), inner
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(self.fc(x))
+
+
+def n_of_x(config: Any, x: Any) -> dict[str, int]:
+    return {"n": x.shape[-1]}
+
+
+LazyFailsItself, LazyAround = lm.lazy(FailsItself, infer=n_of_x), lm.lazy(Around, infer=n_of_x)
+
+
+def chain() -> Any:
+    return nnx.Sequential(nnx.relu, LazyFailsItself(rngs=nnx.Rngs(0)))
+
+
+def around() -> Any:
+    return nnx.Sequential(nnx.relu, LazyAround(inner=LazyFailsItself(rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1)))
+
+
+class OwnWordError(ValueError):
+    """An error whose type is checked as it is."""
+
+
+def by_a_step(model: Any, x: jax.Array) -> None:
+    optimizer = lm.LazyOptimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @lm.jit
+    def step(model: Any, optimizer: Any, x: jax.Array) -> None:
+        optimizer.update(model, nnx.grad(lambda m: m(x).sum())(model))
+
+    step(model, optimizer, x)
+
+
+RUNS: dict[str, Callable[[Any, jax.Array], Any]] = {
+    "call": WAYS["call"],
+    "lm.jit": WAYS["lm.jit"],
+    "nnx.jit": lambda m, x: nnx.jit(lambda m, x: m(x))(m, x),
+    "step": by_a_step,
+}
+
+
+@pytest.mark.parametrize("error", [OwnError("mine"), OwnWordError("mine"), TypeError("of the user's")], ids=repr)
+@pytest.mark.parametrize("way", RUNS)
+@pytest.mark.parametrize("make", [chain, around])
+def test_the_layer_of_a_first_call_is_noted_once(make: Callable[[], Any], way: str, error: Exception) -> None:
+    model, x = make(), jnp.ones((2, 4))
+    raised = SWITCH["error"] = type(error)(*error.args)
+    try:
+        for _ in range(2):  # the same object may be raised again
+            with pytest.raises(type(raised)) as caught:
+                RUNS[way](model, x)
+            assert caught.value is raised and not isinstance(raised, lm.LazyError)
+    finally:
+        SWITCH["error"] = None
+    notes = [n for n in raised.__notes__ if n.startswith("in the first call")]
+    place = "layers.1 (LazyFailsItself)" if make is chain else "layers.1.inner (LazyFailsItself)"
+    assert notes == [f"in the first call of a lazy layer, at {place}"]
+    assert lm.is_lazy(model.layers[1])
+    model(x)
+    SWITCH["error"] = again = OwnError("ready")
+    try:
+        with pytest.raises(OwnError) as ready:
+            model(x)
+    finally:
+        SWITCH["error"] = None
+    assert ready.value is again and not hasattr(again, "__notes__")
+
+
+FLAX_ASKS: dict[str, tuple[Callable[[nnx.Rngs], Any], Callable[[nnx.Rngs], Any]]] = {
+    "deterministic": (
+        lambda r: lm.LazyMultiHeadAttention(num_heads=2, dropout_rate=0.1, decode=False, rngs=r),
+        lambda r: nnx.MultiHeadAttention(2, 4, dropout_rate=0.1, decode=False, rngs=r),
+    ),
+    "decode": (
+        lambda r: lm.LazyMultiHeadAttention(num_heads=2, rngs=r),
+        lambda r: nnx.MultiHeadAttention(2, 4, rngs=r),
+    ),
+    "cache": (
+        lambda r: lm.LazyMultiHeadAttention(num_heads=2, decode=True, rngs=r),
+        lambda r: nnx.MultiHeadAttention(2, 4, decode=True, rngs=r),
+    ),
+    "rngs": (
+        lambda r: lm.LazyMultiHeadAttention(
+            num_heads=2, dropout_rate=0.1, decode=False, deterministic=False, keep_rngs=False, rngs=r
+        ),
+        lambda r: nnx.MultiHeadAttention(
+            2, 4, dropout_rate=0.1, decode=False, deterministic=False, keep_rngs=False, rngs=r
+        ),
+    ),
+    "use_running_average": (
+        lambda r: lm.LazyBatchNorm(use_running_average=None, rngs=r),  # type: ignore[arg-type]
+        lambda r: nnx.BatchNorm(4, use_running_average=None, rngs=r),  # type: ignore[arg-type]
+    ),
+}
+
+
+@pytest.mark.parametrize("way", [*WAYS, "nnx.jit", "step"])
+@pytest.mark.parametrize("name", FLAX_ASKS)
+def test_what_flax_asks_a_lazy_layer_for_blames_no_input(name: str, way: str) -> None:
+    lazily, explicitly = FLAX_ASKS[name]
+    model, want = nnx.Sequential(lazily(nnx.Rngs(0))), nnx.Sequential(explicitly(nnx.Rngs(0)))
+    x = jnp.ones((2, 3, 4))
+    with pytest.raises(ValueError) as expected:
+        want(x)
+    with pytest.raises(ValueError) as caught:
+        (WAYS | RUNS)[way](model, x)
+    assert type(caught.value) is ValueError and str(caught.value) == str(expected.value)
+    kind = type(model.layers[0]).__name__
+    assert any(f"layers.0 ({kind})" in note for note in caught.value.__notes__)
+    assert kind.startswith("Lazy")
+
+
+@pytest.mark.parametrize("way", [*WAYS, "nnx.jit", "step"])
+def test_an_input_that_flax_does_not_take_is_blamed(way: str) -> None:
+    model = nnx.Sequential(lm.LazyLinear(4, rngs=nnx.Rngs(0)))
+    with pytest.raises(lm.ShapeInferenceError, match="an input that the layer takes") as caught:
+        (WAYS | RUNS)[way](model, jnp.ones((2, 4)) > 0)
+    assert caught.value.problems[0].where == "layers.0 (LazyLinear)" and lm.is_lazy(model.layers[0])

@@ -116,6 +116,39 @@ def test_layers_that_are_not_reached() -> None:
     assert report.total_parameters == 36 + 212 + 2
 
 
+class MakesLayers(lm.LazyModuleMixin, nnx.Module):
+    """Has some of its layers only when it is initialized: lazy, ready and nested ones, and one that is not called."""
+
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.w = lm.UninitializedParameter((None, 6), init=nnx.initializers.ones)
+        self.rngs = rngs
+
+    def initialize_parameters(self, x: jax.Array) -> None:
+        self.w.materialize((x.shape[-1], 6))
+        self.a, self.b = lm.LazyLinear(3, rngs=self.rngs), nnx.Linear(3, 2, rngs=self.rngs)
+        self.c, self.unused = lazy_mlp(), nnx.Linear(2, 2, rngs=self.rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.c(self.b(self.a(x @ self.w[...])))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("find", [lm.infer_shapes, lm.summary, lm.materialize])
+def test_layers_that_a_layer_makes_when_it_is_initialized(find: Any, nested: bool) -> None:
+    layer, x = MakesLayers(rngs=nnx.Rngs(0)), spec(5, 4)
+    model = nnx.Sequential(nnx.relu, layer) if nested else layer
+    found = {p.removeprefix("layers.1").lstrip("."): r for p, r in rows(find(model, x)).items() if nested or p}
+    ready = MakesLayers(rngs=nnx.Rngs(0))
+    ready(jnp.ones((5, 4)))
+    want = {p: r for p, r in rows(lm.infer_shapes(ready, x)).items() if p}
+    for path, row in want.items():
+        assert (found[path].inputs, found[path].size) == (row.inputs, row.size), path
+        assert str(found[path].output) == str(row.output)
+    inputs = {p: r.inputs for p, r in want.items()}
+    made = {"a": "f32[5,6]", "b": "f32[5,3]", "c.fc1": "f32[5,2]", "unused": None}
+    assert {p: inputs[p] for p in made} == made
+
+
 def test_the_first_call_of_a_layer_that_is_called_often() -> None:
     model = nnx.Sequential(*[lm.LazyLinear(8, rngs=nnx.Rngs(0))] * 3)
     assert [row.path for row in lm.infer_shapes(model, spec(2, 8)).rows] == ["layers.0"]

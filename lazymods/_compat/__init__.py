@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lazymods._compat.objects import inherit_data_names as inherit_data_names
     from lazymods._compat.objects import is_pytree as is_pytree
     from lazymods._compat.objects import laid_out_as as laid_out_as
+    from lazymods._compat.objects import make_quietly as make_quietly
     from lazymods._compat.objects import mapping_of_names as mapping_of_names
     from lazymods._compat.objects import names_of as names_of
     from lazymods._compat.objects import new_object as new_object
@@ -73,9 +74,8 @@ _FUNCTIONS = {
     "fast_traces": "at_trace current_trace executing",
     "initializers": "is_jax_initializer kept_when_compiled with_modules",
     "objects": "NODES REFERENCES STATE check_without data_names declared_names forget_data_name inherit_data_names "
-    "is_pytree laid_out_as mapping_of_names names_of new_object new_state own_name put_in_front set_attributes "
-    "set_class set_data_names "
-    "share_data_names",
+    "is_pytree laid_out_as make_quietly mapping_of_names names_of new_object new_state own_name put_in_front "
+    "set_attributes set_class set_data_names share_data_names",
     "placing": "device_put put",
     "traces": "are_concrete asked_for_gradient counted dtype_of eval_trace home_trace is_tracer plain_device "
     "threefry_dtype weak",

@@ -204,15 +204,58 @@ def _new_of(cls: Any) -> Any:
 
 
 def _make_class(cls: type, name: str, bases: Any, namespace: dict[str, Any], mro: Any) -> Any:
-    """Make a class with that order of methods, and without what an ``__init_subclass__`` of users gave it anew."""
-    kind = type(cls)
-    meta: Any = type(kind.__name__, (kind,), {"mro": mro, "__module__": kind.__module__})
-    made = meta(name, bases, namespace, pytree=is_pytree(cls))
-    for attribute in vars(made).keys() - namespace.keys():
-        own = attribute.startswith(("__", "_pytree__", "_lazymods", "_abc_")) or attribute == "cls_to_become"
-        if not own and hasattr(cls, attribute):
-            delattr(made, attribute)
+    made = make_quietly(type(cls), name, bases, namespace, mro, pytree=is_pytree(cls))
+    inherit_data_names(made)
     return made
+
+
+def make_quietly(
+    kind: type, name: str, bases: Any, namespace: dict[str, Any], mro: Any = type.mro, **given: Any
+) -> Any:
+    """Make an nnx class or a class of Variables of which nobody is told: users may keep registers of their classes.
+
+    What an ``__init_subclass__`` or a metaclass of users gave its bases, the new class has from there.
+
+    Args:
+        kind: The metaclass of the base that it stands for.
+        name: Its name.
+        bases: Its bases.
+        namespace: Its attributes.
+        mro: Finds the order of methods.
+        **given: What flax's own ``__init_subclass__`` takes.
+    """
+    root = nnx.Variable if issubclass(bases[0], nnx.Variable) else nnx.Pytree
+    is_new = True
+
+    def order(self: type) -> list[type]:
+        found = mro(self)
+        end = found.index(root) + 1
+        return [found[0], _Root, *found[1:end], _End, *found[end:]] if is_new else found
+
+    meta: Any = type(kind.__name__, (kind,), {"mro": order, "__module__": kind.__module__})
+    made = type(root).__new__(meta, name, bases, namespace, **given)  # type: ignore[misc]  past metaclasses of users
+    is_new = False
+    made.__bases__ = bases  # finds the order anew
+    return made
+
+
+class _Root:
+    """In front of all others while a class is made: goes past them to what flax does with a new class."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        root = next(c for c in cls.__mro__ if c in (nnx.Pytree, nnx.Variable))
+        vars(root)["__init_subclass__"].__func__(cls, **kwargs)
+
+
+class _End:
+    """Behind flax's own classes while a class is made: none of users' is told either."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        pass
 
 
 def is_pytree(cls: type) -> bool:

@@ -220,10 +220,15 @@ def _made(request: Request, calling: bool) -> Drawn | Constant | Run | None:
 def _do_again(request: Request | None, run: Run) -> jax.Array:
     assert request is not None and request.key is not None
     key = jax.random.wrap_key_data(jnp.asarray(np.array(request.key, np.uint32)), impl="threefry2x32")
-    value = jnp.asarray(run.on(key))
+    value = run.on(key)
+    if not isinstance(value, np.ndarray):
+        value = jnp.asarray(value)
     if value.shape != request.out_shape:
         value = value.reshape(request.out_shape)
-    return value.astype(request.out_dtype) if value.dtype != request.out_dtype or value.weak_type else value
+    if request.out_dtype == request.dtype != value.dtype:  # the initializer's own word
+        return value
+    is_weak = isinstance(value, jax.Array) and value.weak_type
+    return value.astype(request.out_dtype) if value.dtype != request.out_dtype or is_weak else value
 
 
 def _blocks(number: int, key: Key, how: Drawn, buffer: Array) -> Iterator[_Block]:

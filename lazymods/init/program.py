@@ -205,11 +205,14 @@ def _read_anew(init: Callable[..., Any], shape: Shape, dtype: Any, drawn_shape: 
     result = shape if drawn_shape is None else drawn_shape
     try:
         key, out, operations = _compat.abstract.recorded(lambda key: init(key, shape, dtype), _compat.threefry_dtype())
-        if np.shape(out) != result or _compat.dtype_of(out) != dtype:
+        if np.shape(out) != result:
             return _NOTHING
+        is_other = isinstance(out, np.ndarray) or _compat.dtype_of(out) != dtype
     except Exception:  # whatever is wrong, calling it says it better
         return _NOTHING
     run = Run(key, out, operations)
+    if is_other:  # of another dtype than it was asked for, or of numpy: what it returned is the value
+        return Reading(None, run)
     try:
         _require(_compat.is_tracer(out) and not out.aval.weak_type, "a result of another kind")
         return Reading(_read(key, out, operations, math.prod(result)), run)

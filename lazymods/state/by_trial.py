@@ -2,8 +2,9 @@
 
 Mostly the sizes of a lazy layer follow from the shapes of its entries by the formulas of its template. Where a class
 decides by its sizes they may not: ``n * n`` features, a width of ``max(8, n // 4)``, as many blocks as a depth says, or
-a size that the caller left at a default which is not the file's. Then the constructor is read at some sizes, until what
-it makes has exactly the names and shapes that the checkpoint has. Sizes are taken only if no others give the same.
+a size that the caller left at a default which is not the file's, or at None, where the file has what it is for. Then
+the constructor is read at some sizes, until what it makes has exactly the names and shapes that the checkpoint has.
+Sizes are taken only if no others give the same.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lazymods._blueprint import Blueprint
 from lazymods._graph import STATE, dotted
 from lazymods._placeholder import fits
 from lazymods._recipe import Shape, is_key
-from lazymods._spec import REFUSALS, LayerSpec
+from lazymods._spec import LayerSpec
 from lazymods._structure import decides
 from lazymods.state.entries import Survey, prefix_of
 
@@ -47,7 +48,8 @@ def fitted(survey: Survey, given: Mapping[str, Any]) -> list[tuple[Any, Blueprin
         first, last = bisect.bisect_left(names, prefix), bisect.bisect_left(names, f"{prefix}\U0010ffff")
         entries = {name[len(prefix) :]: given[name] for name in names[first:last]}
         shapes = {k: getattr(v, "shape", None) for k, v in entries.items() if not is_key(v)}
-        blueprint = _fitted(state.spec, shapes) if shapes and None not in shapes.values() else None
+        whole = all(s is not None and None not in s for s in shapes.values())  # no entry of a lazy layer
+        blueprint = _fitted(state.spec, shapes) if shapes and whole else None
         if blueprint is not None:
             found.append((layer, blueprint))
     return found
@@ -56,9 +58,9 @@ def fitted(survey: Survey, given: Mapping[str, Any]) -> list[tuple[Any, Blueprin
 def _fitted(spec: LayerSpec, shapes: Mapping[str, Any]) -> Blueprint | None:
     """The constructor at the only sizes that fit, None if a formula gives them, or if there are none or several."""
     template = spec.template
-    names = {dotted(p): p for p in template.blueprint.slots}
-    known = {names[n]: tuple(s) for n, s in shapes.items() if n in names}
-    values, _ = spec.read(template, {p: s for p, s in known.items() if not _is_left_out(template.blueprint, p)})
+    sized = {dotted(p): p for p in template.blueprint.slots if not _is_left_out(template.blueprint, p)}
+    known = {sized[n]: tuple(s) for n, s in shapes.items() if n in sized}
+    values, _ = spec.read(template, known)
     trial = _Trial(spec, shapes)
     blueprint = None if values is None else trial.fits(values)
     if blueprint is not None:  # if an axis has another length than at all probes, a formula has not told that
@@ -69,12 +71,14 @@ def _fitted(spec: LayerSpec, shapes: Mapping[str, Any]) -> Blueprint | None:
             return found
         if trial.several:
             return None
-    return None
+    return trial.with_options(values or {})
 
 
 def _is_left_out(blueprint: Blueprint, path: Any) -> bool:
-    cls = blueprint.slots[path].cls
-    return cls is not None and issubclass(cls, (nnx.RngState, *_lifecycle.TRANSIENT))
+    """Whether entries may lack a slot, or hold it otherwise, as a random key by its data."""
+    slot = blueprint.slots[path]
+    left_out = slot.cls is not None and issubclass(slot.cls, (nnx.RngState, *_lifecycle.TRANSIENT))
+    return left_out or is_key(slot)
 
 
 @dataclasses.dataclass
@@ -97,7 +101,7 @@ class _Trial:
         elif spec.unknown:
             return
         for name in spec.left_out:
-            if type(spec.config.get(name)) is int:
+            if type(spec.default_of(name)) is int:
                 yield (*spec.unknown, name)
 
     def only(self, free: Sequence[str]) -> Blueprint | None:
@@ -111,13 +115,69 @@ class _Trial:
             if len(found) > 1:
                 self.several = True
                 return None
-        return next(iter(found.values()), None)
+        return next(iter(found.values()), None) or self._without(free)
+
+    def _without(self, free: Sequence[str]) -> Blueprint | None:
+        """Return the constructor at the only sizes that fit if some of them are None, where that may be given."""
+        numbers = [*self._numbers(), None]
+        choices = itertools.product(numbers, repeat=len(free)) if len(numbers) ** len(free) <= _MOST else ()
+        found = [self.fits(dict(zip(free, sizes, strict=True))) for sizes in choices if None in sizes]
+        fitting = [blueprint for blueprint in found if blueprint is not None]
+        self.several = len(fitting) > 1
+        return fitting[0] if len(fitting) == 1 else None
+
+    def with_options(self, values: dict[str, Any]) -> Blueprint | None:
+        """Return the constructor at some sizes and at the only ones that fit of those that were left out as None.
+
+        What such a size is for is there only with it: a projection of what a norm or an attention is conditioned on.
+        Each is taken for itself, if what is made for it has entries.
+        """
+        spec = self.spec
+        left = [n for n in spec.left_out if spec.default_of(n) is None] if values or not spec.unknown else []
+        while left:
+            before = self._part(values)
+            if before is None:
+                return None
+            grown = {name: self._growing(values, name, before) for name in left}
+            grown = {name: found for name, found in grown.items() if found}
+            new = [path for [(_, paths), *_] in grown.values() for path in paths]
+            if any(len(found) > 1 for found in grown.values()) or len(set(new)) < len(new):
+                self.several = True
+                return None
+            if not grown:
+                return None
+            values = values | {name: size for name, [(size, _)] in grown.items()}
+            left = [name for name in left if name not in grown]
+            blueprint = self.fits(values)
+            if blueprint is not None:
+                return blueprint
+        return None
+
+    def _growing(self, values: dict[str, Any], name: str, before: set[str]) -> list[tuple[int, set[str]]]:
+        """The sizes of an argument at which more is made that there are entries for, with the names of that."""
+        found: dict[int, set[str]] = {}
+        for number in self._numbers():
+            for size in (number, number - 1, number + 1):
+                made = self._part(values | {name: size})
+                if made is not None and made > before:
+                    found[size] = made - before
+                if number not in found:
+                    break
+        return list(found.items())
+
+    def _part(self, values: Mapping[str, Any]) -> set[str] | None:
+        """The names of what the constructor makes; None if there is anything without an entry of its shape."""
+        blueprint = self.read(values)
+        made = blueprint.slots.items() if blueprint is not None else ()
+        slots = {dotted(p): s.shape for p, s in made if blueprint is not None and not _is_left_out(blueprint, p)}
+        fit = blueprint is not None and all(self.shapes.get(n) == shape for n, shape in slots.items())
+        return set(slots) if fit else None
 
     def read(self, values: Mapping[str, Any]) -> Blueprint | None:
         """Read the constructor; None if it refuses these sizes."""
         try:
             return self.spec.blueprint(values, {})
-        except REFUSALS:
+        except Exception:  # what a constructor says of sizes that it was not meant for
             return None
 
     def fits(self, values: Mapping[str, Any]) -> Blueprint | None:
@@ -131,15 +191,19 @@ class _Trial:
         return blueprint if entries == wanted else None
 
     def _candidates(self, free: Sequence[str]) -> Iterator[tuple[int, ...]]:
-        lengths = sorted({n for shape in self.shapes.values() for n in shape if n})
-        counts = {int(part) + 1 for name in self.shapes for part in name.split(".") if part.isdigit()}
-        numbers = sorted({*lengths, *counts})
+        numbers = self._numbers()
         if len(free) == 1:
             size = self._by_bisection(free[0])
             if size is not None:
                 yield (size,)
         if len(numbers) ** len(free) <= _MOST:
             yield from itertools.product(numbers, repeat=len(free))
+
+    def _numbers(self) -> list[int]:
+        """The sizes that the entries suggest: how long axes are, and how many blocks there are."""
+        lengths = {n for shape in self.shapes.values() for n in shape if n}
+        counts = {int(part) + 1 for name in self.shapes for part in name.split(".") if part.isdigit()}
+        return sorted({*lengths, *counts})
 
     def _by_bisection(self, name: str) -> int | None:
         """The first size at which there are as many numbers as in the entries: mostly there are more at each."""

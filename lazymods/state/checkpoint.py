@@ -192,7 +192,7 @@ def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], fi
     """Refuse the name of a kind of random keys that is none: anything but the bytes of one that JAX knows."""
     for name, value in entries.items():
         place = places.get(name.removesuffix(f".{IMPL}"))
-        if place is None or place.name == name or place.lazy or not is_key(place.value):
+        if place is None or place.name == name or not is_key(place.value):
             continue
         is_text = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1
         kind = value.tobytes().decode(errors="replace") if is_text and not _is_spread(value) else None

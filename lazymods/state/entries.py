@@ -15,6 +15,7 @@ from lazymods._errors import Problem, StateDictError, describe
 from lazymods._graph import ARRAY, MAPPING, NODE, OTHER, PYTREE, SEQUENCE, VARIABLE, Path, dotted, kind_of
 from lazymods._hooked import hooks_of
 from lazymods._lifecycle import TRANSIENT, put
+from lazymods._placeholder import UninitializedArray
 from lazymods._recipe import is_key
 from lazymods.state.static_fields import static_leaves, structure_of, with_fields
 
@@ -90,7 +91,8 @@ class Place(NamedTuple):
     @property
     def is_rng(self) -> bool:
         """Whether it is random state."""
-        return isinstance(self.owner, nnx.RngState) or (not self.is_variable and is_key(self.value))
+        in_variable = self.is_variable and not isinstance(self.owner, UninitializedArray)
+        return isinstance(self.owner, nnx.RngState) or (not in_variable and is_key(self.value))
 
     def replace(self, values: Mapping[Path, Any]) -> Any:
         """Return what the owner becomes with other values at some paths inside it."""

@@ -48,10 +48,8 @@ def may_fit(place: Place, name: str, value: Any) -> bool:
     """Say whether an entry fits a place by its shape, which is known before it is read."""
     if name != place.name:  # the name of a key's kind, or a text
         return not name.endswith(f".{IMPL}") or value.nbytes <= _MAX_KIND_BYTES
-    if place.lazy:
-        return fits(place.value.recipe.shape, value.shape)
-    shape = tuple(np.shape(place.value))
-    return shape == (value.shape[:-1] if is_key(place.value) else value.shape)
+    shape = value.shape[:-1] if is_key(place.value) else value.shape
+    return fits(place.value.recipe.shape if place.lazy else tuple(np.shape(place.value)), shape)
 
 
 def _below(file: Checkpoint, root: str) -> Checkpoint:

@@ -17,7 +17,7 @@ from lazymods._errors import Problem, describe, located
 from lazymods._graph import OTHER, STATE, Path, dotted, kind_of
 from lazymods._placeholder import UninitializedVariable, fits, show_shape
 from lazymods._recipe import Shape, is_key
-from lazymods._spec import REFUSALS, LayerSpec
+from lazymods._spec import REFUSALS, LayerSpec, SlotSource, example_key
 from lazymods._template import Template
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
 from lazymods.state.plain import as_number
@@ -84,10 +84,11 @@ class Plan:
         """Note that an entry cannot be written."""
         self.problems.append(Problem(self.where(place), got, needed, write))
 
-    def target_dtype(self, place: Place, stored: Any) -> Any:
+    def target_dtype(self, place: Place, stored: Any, made: Any = None) -> Any:
         """Return the dtype that a value gets in a place: only parameters get the one that was asked for."""
-        dtype = _dtype_of(place.value)
-        if dtype is None or place.lazy:  # it becomes an array of JAX, which has no 64 bits unless they are enabled
+        dtype = _dtype_of(place.value) if made is None else made.dtype
+        becomes_jax = place.lazy and not isinstance(made, np.ndarray)
+        if dtype is None or becomes_jax:  # an array of JAX has no 64 bits unless they are enabled
             dtype = jax.dtypes.canonicalize_dtype(stored if dtype is None else dtype)
         is_cast = self.dtype is not None and isinstance(place.owner, nnx.Param) and jnp.issubdtype(dtype, jnp.floating)
         return self.dtype if is_cast else dtype
@@ -122,7 +123,7 @@ def make_plan(
             if not aliases[0].is_rng:
                 plan.missing.extend(p.name for p in aliases)
             continue
-        if not aliases[0].lazy and is_key(aliases[0].value):
+        if is_key(aliases[0].value) and not _graph.is_placeholder(given[found[0].name]):
             used.update(f"{p.name}.{IMPL}" for p in found)
             _check_key(plan, found[0], given)
             continue
@@ -191,12 +192,23 @@ def _check_entry(plan: Plan, place: Place, value: Any) -> None:
         needed = show_shape(shape) if shape is not None else "?"
         plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting")
         return
-    dtype = plan.target_dtype(place, array.dtype)
+    made = _made_instead(place, tuple(array.shape))
+    dtype = plan.target_dtype(place, array.dtype, made)
     reason = cast_problem(array, dtype)
     if reason is not None:
         plan.problem(place, describe(array), reason, f"{place.name} in a dtype that casts to {np.dtype(dtype).name}")
         return
+    if isinstance(made, np.ndarray) and not isinstance(array, Tracer):
+        array, dtype = np.array(array, dtype), None
     plan.writes[place.name] = Write(place, array, dtype, current)
+
+
+def _made_instead(place: Place, shape: Shape) -> Any:
+    """Return what a user's initializer makes, if it is another kind of array than the placeholder tells."""
+    recipe = place.value.recipe if place.lazy else None
+    if recipe is None or not isinstance(recipe.source, SlotSource) or recipe.stacking.sizes:
+        return None
+    return recipe.source.returned(shape, recipe.dtype)
 
 
 def _check_plain(plan: Plan, place: Place, value: Any, current: Any) -> None:
@@ -236,7 +248,11 @@ def _dtype_of(current: Any) -> Any:
 
 def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
     value, current = given[place.name], place.value
-    impl = str(jax.random.key_impl(current)) if not isinstance(current, jax.ShapeDtypeStruct) else None
+    impl = None
+    if place.lazy:
+        impl = str(jax.random.key_impl(example_key(current.dtype)))
+    elif not isinstance(current, jax.ShapeDtypeStruct):
+        impl = str(jax.random.key_impl(current))
     named = given.get(f"{place.name}.{IMPL}")
     if named is not None:
         named = bytes(np.asarray(named).astype(np.uint8)).decode(errors="replace")
@@ -248,9 +264,11 @@ def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
         got = f"{describe(value)} of a {named or 'nameless'} key"
         plan.problem(place, got, f"the data of a {impl} key, uint32", "lm.state_dict(model, include_rng=True)")
         return
-    wanted = jax.eval_shape(jax.random.key_data, current).shape
-    if array.shape != wanted:
-        plan.mismatch(place, describe(array), f"shape {wanted}")
+    known = current.recipe.shape if place.lazy else current.shape
+    words = jax.eval_shape(jax.random.key_data, example_key(current.dtype)).shape
+    wanted = None if known is None else (*known, *words)
+    if not fits(wanted, array.shape) or array.shape[-1:] != words:
+        plan.mismatch(place, describe(array), f"shape {'?' if wanted is None else show_shape(wanted)}")
         return
     key = jax.random.wrap_key_data(*own([array]), impl=impl or named)
     if isinstance(current, jax.Array) and not isinstance(current, Tracer) and current.committed:

@@ -31,7 +31,7 @@ class Incoming(NamedTuple):
     Attributes:
         value: The values.
         dtype: The dtype that they get.
-        sharding: Where they go; None: the default device.
+        sharding: Where they go; None: the default device, or the mesh that is set.
         owned: Whether JAX may take the memory over: nobody else writes it.
     """
 
@@ -54,10 +54,18 @@ def transfer(incoming: Sequence[Incoming], advance: Callable[[int], None] | None
     copies = [i for i, item in enumerate(incoming) if not _as_it_lies(item, on_cpu)]
     for i, array in zip(copies, _copied([incoming[i] for i in copies], advance), strict=True):
         ready[i] = array
-    explicit = {i: item.sharding for i, item in enumerate(incoming) if item.sharding is not None}
+    spread = _over_the_mesh()
+    explicit = {i: item.sharding or spread for i, item in enumerate(incoming) if item.sharding or spread}
     placed = dict(zip(explicit, jax.device_put([ready[i] for i in explicit], list(explicit.values())), strict=True))
     rest = iter(_compat.device_put([a for i, a in enumerate(ready) if i not in explicit], device))
     return [placed[i] if i in placed else next(rest) for i in range(len(ready))]
+
+
+def _over_the_mesh() -> Any:
+    """Return where JAX makes arrays while a mesh is set: on each of its devices. None: there is no mesh."""
+    if jax.sharding.get_abstract_mesh().empty or _compat.current_trace() is not _compat.eval_trace():
+        return None
+    return jax.sharding.NamedSharding(jax.sharding.get_mesh(), jax.sharding.PartitionSpec())
 
 
 def default_device() -> Any:

@@ -79,6 +79,45 @@ class Both(nnx.Module):
         return self.fc(x)
 
 
+class Conditioned(nnx.Module):
+    """Projections of what it is conditioned on, if it is: the second may only be there with the first."""
+
+    def __init__(self, n: int, a: int | None = None, b: int | None = None, *, rngs: nnx.Rngs) -> None:
+        self.a, self.b = a, b
+        self.norm = nnx.LayerNorm(n, rngs=rngs)
+        self.of_a = None if a is None else nnx.Linear(a, n, rngs=rngs)
+        self.of_b = None if a is None or b is None else nnx.Linear(b, n, rngs=rngs)
+
+    def __call__(self, x: jax.Array, y: Any = None, z: Any = None) -> jax.Array:
+        x = self.norm(x)
+        x = x if self.of_a is None else x + self.of_a(y)
+        return x if self.of_b is None else x + self.of_b(z)
+
+
+class Demanding(Conditioned):
+    """The same with one option that has to be given, and may be None."""
+
+    def __init__(self, n: int, a: int | None, *, rngs: nnx.Rngs) -> None:
+        super().__init__(n, a, rngs=rngs)
+
+
+class Either(nnx.Module):
+    """Two optional sizes that make the same."""
+
+    def __init__(self, n: int, a: int | None = None, b: int | None = None, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(n, rngs=rngs)
+        size = a if b is None else b
+        self.fc = None if size is None else nnx.Linear(size, n, rngs=rngs)
+
+
+class Halved(nnx.Module):
+    """An optional size of which only the half is in the file."""
+
+    def __init__(self, n: int, a: int | None = None, *, rngs: nnx.Rngs) -> None:
+        self.norm = nnx.LayerNorm(n, rngs=rngs)
+        self.fc = None if a is None else nnx.Linear(a // 2, n, rngs=rngs)
+
+
 class Product(nnx.Module):
     """Two sizes of which only the product is in the file."""
 
@@ -101,7 +140,16 @@ def n_and_k(config: Any, x: Any, y: Any) -> dict[str, int]:
     return {"n": x.shape[-1], "k": y.shape[-1]}
 
 
-CASES: dict[str, tuple[Any, Any, dict[str, int]]] = {
+def conditioned(config: Any, x: Any, y: Any = None, z: Any = None) -> dict[str, int | None]:
+    sizes = {k: None if v is None else v.shape[-1] for k, v in {"a": y, "b": z}.items()}
+    return {"n": x.shape[-1], **sizes}
+
+
+def demanded(config: Any, x: Any, y: Any = None) -> dict[str, int | None]:
+    return {"n": x.shape[-1], "a": None if y is None else y.shape[-1]}
+
+
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "square": (Square, n, {"n": 5}),
     "hidden, small": (Hidden, n, {"n": 6}),
     "hidden, large": (Hidden, n, {"n": 60}),
@@ -112,6 +160,12 @@ CASES: dict[str, tuple[Any, Any, dict[str, int]]] = {
     "the default": (Default, n, {"n": 3}),
     "not the default": (Default, n, {"n": 5}),
     "neither default": (Both, n, {"n": 5, "m": 4}),
+    "no option": (Conditioned, conditioned, {"n": 4}),
+    "an option": (Conditioned, conditioned, {"n": 4, "a": 3}),
+    "an option as large": (Conditioned, conditioned, {"n": 4, "a": 4}),
+    "two options": (Conditioned, conditioned, {"n": 4, "a": 3, "b": 6}),
+    "required, and none": (Demanding, demanded, {"n": 4, "a": None}),
+    "required, and one": (Demanding, demanded, {"n": 4, "a": 3}),
 }
 
 
@@ -159,6 +213,43 @@ def test_what_several_sizes_give_waits_for_the_first_call(cls: Any, infer: Any, 
     assert lm.is_lazy(model) and not lm.has_uninitialized_params(model)
     np.testing.assert_array_equal(model(*x), want(*x))
     assert_same(model, want)
+
+
+@pytest.mark.parametrize("cls", [Either, Halved])
+def test_options_that_can_not_be_told_are_refused(cls: Any) -> None:
+    model = lm.lazy(cls, infer=conditioned)(rngs=nnx.Rngs(0))
+    before = lm.uninitialized_paths(model)
+    with pytest.raises(lm.StateDictError, match=r"fc\.kernel"):
+        lm.load_state_dict(model, lm.state_dict(cls(4, 6, rngs=nnx.Rngs(1))))
+    assert lm.uninitialized_paths(model) == before
+
+
+X, Y, Z = jnp.ones((2, 4)), jnp.ones((2, 3)), jnp.ones((2, 6))
+
+
+def jitted(model: Any, *args: Any) -> Any:
+    return lm.jit(lambda m, *a: m(*a))(model, *args)
+
+
+@pytest.mark.parametrize("size", [lambda m, *a: m(*a), lm.materialize, jitted])
+@pytest.mark.parametrize("args", [(X,), (X, Y), (X, Y, Z), (X, None, Z)], ids=["x", "xy", "xyz", "xz"])
+@pytest.mark.parametrize("cls", [Conditioned, Demanding])
+def test_a_call_tells_that_a_size_is_none(cls: Any, args: Any, size: Any) -> None:
+    most = 3 if cls is Conditioned else 2
+    model = lm.lazy(cls, infer=conditioned if cls is Conditioned else demanded)(rngs=nnx.Rngs(0))
+    args = args[:most]
+    sizes: list[Any] = [None if a is None else a.shape[-1] for a in (*args, None, None)][:most]
+    want = cls(*sizes, rngs=nnx.Rngs(0))
+    size(model, *args)
+    assert_same(model, want)
+    np.testing.assert_array_equal(model(*args), want(*args))
+
+
+def test_none_for_a_size_that_has_to_be_a_number_is_told_in_the_words_of_the_class() -> None:
+    layer = lm.lazy(Both, infer=lambda config, x: {"n": None})(rngs=nnx.Rngs(0))
+    with pytest.raises(lm.ShapeInferenceError, match="n=None") as caught:
+        layer(X)
+    assert "sizes that Both takes; it says: " in str(caught.value) and lm.is_lazy(layer)
 
 
 def test_a_size_that_the_caller_gave_is_not_changed() -> None:
