@@ -217,7 +217,7 @@ def _made(request: Request, calling: bool) -> Drawn | Constant | Run | None:
     return made or (run if request.key is not None else None)
 
 
-def _do_again(request: Request | None, run: Run) -> jax.Array:
+def _do_again(request: Request | None, run: Run) -> Any:
     assert request is not None and request.key is not None
     key = jax.random.wrap_key_data(jnp.asarray(np.array(request.key, np.uint32)), impl="threefry2x32")
     value = run.on(key)

@@ -207,7 +207,8 @@ def _read_anew(init: Callable[..., Any], shape: Shape, dtype: Any, drawn_shape: 
         key, out, operations = _compat.abstract.recorded(lambda key: init(key, shape, dtype), _compat.threefry_dtype())
         if np.shape(out) != result:
             return _NOTHING
-        is_other = isinstance(out, np.ndarray) or _compat.dtype_of(out) != dtype
+        kind = type(out)
+        is_other = issubclass(kind, np.ndarray) or _compat.dtype_of(out) != dtype
     except Exception:  # whatever is wrong, calling it says it better
         return _NOTHING
     run = Run(key, out, operations)

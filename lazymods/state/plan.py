@@ -247,7 +247,8 @@ def _dtype_of(current: Any) -> Any:
 
 
 def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
-    value, current = given[place.name], place.value
+    value = given[place.name]
+    current = place.value
     impl = None
     if place.lazy:
         impl = str(jax.random.key_impl(example_key(current.dtype)))
@@ -264,7 +265,7 @@ def _check_key(plan: Plan, place: Place, given: Mapping[str, Any]) -> None:
         got = f"{describe(value)} of a {named or 'nameless'} key"
         plan.problem(place, got, f"the data of a {impl} key, uint32", "lm.state_dict(model, include_rng=True)")
         return
-    known = current.recipe.shape if place.lazy else current.shape
+    known = place.value.recipe.shape if place.lazy else current.shape
     words = jax.eval_shape(jax.random.key_data, example_key(current.dtype)).shape
     wanted = None if known is None else (*known, *words)
     if not fits(wanted, array.shape) or array.shape[-1:] != words:
