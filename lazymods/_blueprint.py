@@ -25,6 +25,9 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 
 from lazymods import _compat
+from lazymods._errors import ConfigurationError, Problem
+from lazymods._graph import dotted
+from lazymods._out_of_sight import holds_tracers
 from lazymods._recipe import Shape, is_key
 
 Path = tuple[Any, ...]
@@ -96,11 +99,26 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True)
+class Held:
+    """A Variable that holds no array, such as a counter of Python's: its class, value and metadata."""
+
+    cls: type[nnx.Variable[Any]]
+    value: Any
+    metadata: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Container:
-    """A dict, list or tuple that holds data."""
+    """A dict, list, tuple or named tuple that holds data."""
 
     cls: type
     items: tuple[tuple[Any, Any], ...]
+
+    def of(self, values: Sequence[Any]) -> Any:
+        """Return a container of this kind that holds these values."""
+        if self.cls is dict:
+            return {k: v for (k, _), v in zip(self.items, values, strict=True)}
+        return self.cls(*values) if hasattr(self.cls, "_fields") else self.cls(values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,7 +349,7 @@ def trace(
                 known |= {id(rngs): rngs_name} | {id(m): f"{rngs_name}.{name}" for name, m in mirrors.items()}
             with nnx.use_eager_sharding(_compat.NOT_GIVEN):  # nothing is sharded, whatever a mesh may be set
                 twin = _construct(cls, call)
-            reader = _Reader(known, outputs)
+            reader = _Reader(cls.__name__, known, outputs)
             found.append((reader.describe(twin, ()), reader.slots, {n: s.draws for n, s in mirrors.items()}))
         return outputs
 
@@ -361,8 +379,8 @@ def _make_rngs(mirrors: Mapping[str, Stream]) -> nnx.Rngs | Stream:
 class _Reader:
     """Turns a constructed object into descriptions, one description for an object however often it is met."""
 
-    def __init__(self, given: Mapping[int, str], values: list[Any]) -> None:
-        self.given = given
+    def __init__(self, name: str, given: Mapping[int, str], values: list[Any]) -> None:
+        self.name, self.given = name, given
         self.values = values  # those of the slots are appended
         self.slots: dict[Path, Slot] = {}
         self.seen: dict[int, Any] = {}
@@ -374,25 +392,48 @@ class _Reader:
         if id(value) in self.seen:
             return self.seen[id(value)]
         description = self._describe(value, path)
-        if isinstance(description, (Slot, Node)):
+        if isinstance(description, (Slot, Node, Held)):
             self.seen[id(value)] = description
             self.alive.append(value)  # so that no later object gets the same id
         return description
 
     def _describe(self, value: Any, path: Path) -> Any:
         if isinstance(value, nnx.Variable):
-            return self._slot(value.get_raw_value(), path, type(value), self._metadata(value))
+            raw = value.get_raw_value()
+            if hasattr(raw, "dtype"):
+                return self._slot(raw, path, type(value), self._metadata(value))
+            self._check(raw, path, f"a {type(value).__name__} that holds a {type(raw).__name__}")
+            return Held(type(value), raw, self._metadata(value))
         if nnx.Pytree in type(value).__mro__:  # isinstance would take long for a type that it has not seen
             return self._node(value, path)
         if isinstance(value, Tracer):
             return self._slot(value, path, None, {})
         if isinstance(value, Recorded):
             return Static(value.call)
-        if type(value) in (dict, list, tuple) and _holds_data(value):
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        fields = getattr(value, "_fields", None) if isinstance(value, tuple) else None
+        if (type(value) in (dict, list, tuple) or fields) and _holds_data(value):
+            pairs = value.items() if isinstance(value, dict) else zip(fields or range(len(value)), value, strict=True)
             items = tuple((k, self.describe(v, (*path, k))) for k, v in pairs)
             return Container(type(value), items)
+        self._check(value, path, f"a {type(value).__name__}")
         return Static(value)
+
+    def _check(self, value: Any, path: Path, kind: str) -> None:
+        """Refuse what would keep tracers of the reading: no description can say what it holds.
+
+        Raises:
+            ConfigurationError: If it holds an array or a layer of the constructor's.
+        """
+        if holds_tracers(value, self.given):
+            raise ConfigurationError(
+                Problem(
+                    f"{self.name}.{dotted(path)}",
+                    f"{kind} that holds arrays or layers which the constructor has made",
+                    "those in attributes, in a list, dict or tuple, or in Variables, one array in each: what lm.lazy "
+                    "finds there it can size",
+                    "self.layer = layer, and what is made of it in __call__; or a class by hand, of lm.LazyModuleMixin",
+                )
+            )
 
     def _metadata(self, variable: nnx.Variable[Any]) -> dict[str, Any]:
         metadata = variable.get_metadata()

@@ -344,6 +344,8 @@ def _first_that_reads(plan: Plan, specify: Any, structure: dict[str, Any], modul
         spec = specify(guess, tuple(guesses[i + 1 :]) if i else ())
         try:
             return spec, spec.probe(modules) if modules else spec.template
+        except ConfigurationError:
+            raise
         except REFUSALS as e:
             error = error or e
     assert error is not None

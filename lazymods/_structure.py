@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _compat, _draws, _graph
-from lazymods._blueprint import Blueprint, Node, Slot, Static
+from lazymods._blueprint import Blueprint, Held, Node, Slot, Static
 from lazymods._building import Builder, Mould
 from lazymods._errors import Problem, ShapeInferenceError
 from lazymods._graph import STATE, Path
@@ -139,7 +139,7 @@ def _conform_node(node: Any, actual: Node, template: Node, path: Path, builder: 
         if not met and alike and isinstance(before, Node) and isinstance(value, nnx.Pytree):
             builder.made[id(description)] = value
             _conform_node(value, description, before, (*path, name), builder)
-        elif isinstance(description, (Slot, Node)) and (met or not alike):
+        elif isinstance(description, (Slot, Node, Held)) and (met or not alike):
             if replaceable:
                 object.__setattr__(node, name, builder.make(description, (*path, name)))
         elif isinstance(description, Slot) and value is not _graph.MISSING:

@@ -16,7 +16,9 @@ from typing import Any
 
 import jax
 
-from lazymods._blueprint import Blueprint, Container, Given, Node, Path, Slot, Static
+from lazymods._blueprint import Blueprint, Container, Given, Held, Node, Path, Slot, Static
+from lazymods._errors import ConfigurationError, Problem
+from lazymods._graph import dotted
 from lazymods._recipe import PartialShape
 
 Sizes = dict[str, int]
@@ -176,6 +178,7 @@ def fit(
     pending: set[Path] = set()
     for other in others:
         pending |= set(_different(base.root, other.root, ()))
+        _check_variables(base.root, other.root, ())
     statics: dict[Path, Numbers] | None = {}
     for path in pending:
         found = [static_at(b.root, path) for b in (base, *others)]
@@ -232,6 +235,25 @@ def _different(a: Any, b: Any, path: Path) -> Iterator[Path]:
                 yield from _different(a.attributes[name], b.attributes[name], (*path, name))
     elif isinstance(a, Static) and not (isinstance(b, Static) and same_static(a.value, b.value)):
         yield path
+
+
+def _check_variables(a: Any, b: Any, path: Path) -> None:
+    """Refuse a number in a Variable that is another at another size: an array there would wait for it.
+
+    Raises:
+        ConfigurationError: If there is one.
+    """
+    if isinstance(a, Held) and isinstance(b, Held) and not same_static(a.value, b.value):
+        needed = "an array: until the sizes are known, and in a transform, it would be the number of another size"
+        got = f"a {a.cls.__name__} that holds a number which follows from a size"
+        raise ConfigurationError(Problem(dotted(path), got, needed, f"{a.cls.__name__}(jnp.asarray(...))"))
+    if isinstance(a, Node) and isinstance(b, Node):
+        for name in a.attributes.keys() & b.attributes.keys():
+            _check_variables(a.attributes[name], b.attributes[name], (*path, name))
+    elif isinstance(a, Container) and isinstance(b, Container):
+        known = dict(b.items)
+        for key, value in a.items:
+            _check_variables(value, known.get(key), (*path, key))
 
 
 def same_static(a: Any, b: Any) -> bool:

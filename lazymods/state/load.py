@@ -21,8 +21,9 @@ from lazymods._errors import (
     describe,
     located,
 )
-from lazymods._graph import STATE, dotted
+from lazymods._graph import MAPPING, NODE, STATE, dotted, kind_of
 from lazymods._hooked import hooks_of, run_hooks
+from lazymods._merging import put
 from lazymods._placeholder import UninitializedArray
 from lazymods._snapshot import Snapshot
 from lazymods._spec import SlotSource
@@ -312,7 +313,8 @@ def _write(plan: Plan, origin: Origin) -> None:
         _lifecycle.note_draws(layer, blueprint, roots=plan.model, strict=False)
     for layer, blueprint in plan.sized:
         _structure.renew_random_state(layer, blueprint)
-    _write_values(plan.writes.values(), origin)
+        _lifecycle.renew_metadata_of(layer, blueprint)
+    _write_values(plan.model, plan.writes.values(), origin)
     for layer, blueprint in plan.sized:
         _lifecycle.settle(layer, blueprint, strict=False)
     written = {id(write.place.owner) for write in plan.writes.values()}
@@ -331,7 +333,7 @@ def _write(plan: Plan, origin: Origin) -> None:
             raise StateDictError(Problem(where, got, needed, line), heading=_heading(plan.model, origin)) from error
 
 
-def _write_values(writes: Collection[Write], origin: Origin) -> None:
+def _write_values(model: Any, writes: Collection[Write], origin: Origin) -> None:
     """Make all values, then write them: into arrays of numpy in place, else in place of what is there."""
     batch = [w for w in writes if _is_transferred(w)]
     arrays = transfer([_incoming(w, origin) for w in batch], origin.advance)
@@ -351,11 +353,12 @@ def _write_values(writes: Collection[Write], origin: Origin) -> None:
             parts.setdefault(write.place.replaced, (write, {}))[1][write.place.leaf] = value
         else:
             made.append((write, value))
-    made += [(write, write.place.replace(values)) for write, values in parts.values()]
+    # the placeholders of raw arrays in what is made anew are found there
+    made = [*((write, write.place.replace(values)) for write, values in parts.values()), *made]
     for array, values in fills:  # nothing fails from here on that could be known before
         array[...] = values
     for write, value in made:
-        _put(write, value)
+        _put(model, write, value)
 
 
 def _is_transferred(write: Write) -> bool:
@@ -399,11 +402,14 @@ def _is_weak_place(write: Write) -> bool:
     return slot is not None and slot.weak
 
 
-def _put(write: Write, value: Any) -> None:
+def _put(model: Any, write: Write, value: Any) -> None:
     place = write.place
     if not place.lazy:
         place.write(value)
-    elif isinstance(place.owner, UninitializedArray):
-        _lifecycle.put(place.holder, place.key, value)
-    else:
+    elif not isinstance(place.owner, UninitializedArray):
         place.owner.become(value)
+    elif kind_of(place.holder) in (NODE, MAPPING) or isinstance(place.holder, list):
+        put(place.holder, (place.key,), value)
+    else:  # in a tuple
+        for entry in [e for e in _graph.entries(model) if e.value is place.owner]:
+            put(model, entry.path, value)
