@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ from flax import nnx
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 
-from lazymods import _compat
+from lazymods import _compat, _graph
 from lazymods._errors import ConfigurationError, Problem
 from lazymods._graph import dotted
 from lazymods._out_of_sight import holds_tracers
@@ -109,16 +109,19 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Container:
-    """A dict, list, tuple or named tuple that holds data."""
+    """What holds data: a dict, list or tuple, or an object of a class that JAX knows as a pytree, with its treedef."""
 
     cls: type
     items: tuple[tuple[Any, Any], ...]
+    tree: Any = None
 
     def of(self, values: Sequence[Any]) -> Any:
         """Return a container of this kind that holds these values."""
+        if self.tree is not None:
+            return self.tree.unflatten(values)
         if self.cls is dict:
             return {k: v for (k, _), v in zip(self.items, values, strict=True)}
-        return self.cls(*values) if hasattr(self.cls, "_fields") else self.cls(values)
+        return self.cls(values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -410,13 +413,17 @@ class _Reader:
             return self._slot(value, path, None, {})
         if isinstance(value, Recorded):
             return Static(value.call)
-        fields = getattr(value, "_fields", None) if isinstance(value, tuple) else None
-        if (type(value) in (dict, list, tuple) or fields) and _holds_data(value):
-            pairs = value.items() if isinstance(value, dict) else zip(fields or range(len(value)), value, strict=True)
-            items = tuple((k, self.describe(v, (*path, k))) for k, v in pairs)
-            return Container(type(value), items)
+        if type(value) in (dict, list, tuple) and _holds_data(value):
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            return Container(type(value), self._items(pairs, path))
+        if _graph.kind_of(value) in _OF_CLASSES and _holds_data(value):
+            tree = jax.tree.structure(value, is_leaf=lambda x: x is not value)
+            return Container(type(value), self._items(_graph.pytree_children(value), path), tree)
         self._check(value, path, f"a {type(value).__name__}")
         return Static(value)
+
+    def _items(self, pairs: Iterable[tuple[Any, Any]], path: Path) -> tuple[tuple[Any, Any], ...]:
+        return tuple([(k, self.describe(v, (*path, k))) for k, v in pairs])
 
     def _check(self, value: Any, path: Path, kind: str) -> None:
         """Refuse what would keep tracers of the reading: no description can say what it holds.
@@ -461,6 +468,9 @@ class _Reader:
         for name in arrays - _compat.declared_names(type(node)):
             names[name] = True  # of an array that is traced Flax says that it is no data (0.12.8 and 0.12.12)
         return Node(type(node), attributes, names)
+
+
+_OF_CLASSES = (_graph.MAPPING, _graph.SEQUENCE, _graph.PYTREE)  # named tuples, nnx.State, flax.struct dataclasses
 
 
 def _holds_data(value: Any) -> bool:

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from flax import nnx
 
 from lazymods import _compat, _graph
-from lazymods._blueprint import Blueprint, Container, Node, Static
-from lazymods._graph import NODE, STATE, Path, kind_of
+from lazymods._blueprint import Blueprint, Container, Held, Node, Static
+from lazymods._graph import NODE, PYTREE, STATE, Path, kind_of
 from lazymods._template import same_static
 
 
@@ -48,7 +49,9 @@ def _merged(value: Any, description: Any, before: Any) -> Any:
     if isinstance(description, Static):
         untouched = isinstance(before, Static) and same_static(before.value, value)
         return description.fresh() if untouched or value is _graph.MISSING else value
-    if isinstance(description, Node) and isinstance(before, Node) and isinstance(value, nnx.Pytree):
+    if isinstance(description, Held) and isinstance(before, Held) and isinstance(value, nnx.Variable):
+        _renew(value, before.metadata, description.metadata)
+    elif isinstance(description, Node) and isinstance(before, Node) and isinstance(value, nnx.Pytree):
         merge(value, description, before)
     elif isinstance(description, Container) and isinstance(before, Container):
         return _merged_container(value, description, before)
@@ -60,12 +63,11 @@ def _merged_container(value: Any, description: Container, before: Container) -> 
     if type(value) is not description.cls or description.cls is not before.cls:
         return value
     held = dict(_graph.children(value))
-    if held.keys() != known.keys() or held.keys() != {k for k, _ in description.items}:
-        return value
-    merged = {k: _merged(held[k], d, known[k]) for k, d in description.items}
-    changed = {k: v for k, v in merged.items() if v is not held[k]}
-    if changed and isinstance(value, tuple):
-        return description.of(list(merged.values()))
+    found = {k: _merged(held[k], d, known[k]) for k, d in description.items if k in held and k in known}
+    changed = {k: v for k, v in found.items() if v is not held[k]}
+    is_whole = list(found) == [k for k, _ in description.items] and found.keys() == held.keys()
+    if is_whole and (description.tree != before.tree or (changed and not isinstance(value, (dict, list)))):
+        return description.of(list(found.values()))
     for key, new in changed.items():
         value[key] = new
     return value
@@ -83,15 +85,19 @@ def renew_metadata(blueprint: Blueprint, known: Blueprint, held: Mapping[Path, t
         before, slot = known.slots.get(path), blueprint.slots[path]
         if before is None or before.metadata is slot.metadata or not isinstance(variable, nnx.Variable):
             continue
-        metadata = _compat.raw_metadata(variable)
-        for name in before.metadata.keys() | slot.metadata.keys():
-            old, new, now = (m.get(name, _graph.MISSING) for m in (before.metadata, slot.metadata, metadata))
-            if same_static(old, new) or not same_static(old, now):
-                continue
-            if new is _graph.MISSING:
-                del metadata[name]
-            else:
-                metadata[name] = new
+        _renew(variable, before.metadata, slot.metadata)
+
+
+def _renew(variable: Any, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    metadata = _compat.raw_metadata(variable)
+    for name in before.keys() | after.keys():
+        old, new, now = (m.get(name, _graph.MISSING) for m in (before, after, metadata))
+        if same_static(old, new) or not same_static(old, now):
+            continue
+        if new is _graph.MISSING:
+            del metadata[name]
+        else:
+            metadata[name] = new
 
 
 def has_other_metadata(blueprint: Blueprint, known: Blueprint) -> bool:
@@ -102,7 +108,7 @@ def has_other_metadata(blueprint: Blueprint, known: Blueprint) -> bool:
 
 
 def put(root: Any, path: Path, array: Any) -> None:
-    """Write a raw array into the object, mapping or list that holds it; a tuple on the way is made anew.
+    """Write a raw array into the object, mapping or list that holds it; what can't be changed on the way is made anew.
 
     Args:
         root: Where the path begins.
@@ -111,10 +117,10 @@ def put(root: Any, path: Path, array: Any) -> None:
     """
     *above, key = path
     holder = _graph.at(root, tuple(above)) if above else root
-    if isinstance(holder, tuple):
-        parts = dict(_graph.children(holder)) | {key: array}
-        is_named = hasattr(holder, "_fields")
-        put(root, tuple(above), type(holder)(*parts.values()) if is_named else type(holder)(parts.values()))
+    if isinstance(holder, tuple) or kind_of(holder) is PYTREE:
+        tree = jax.tree.structure(holder, is_leaf=lambda x: x is not holder)
+        parts = dict(_graph.pytree_children(holder)) | {key: array}
+        put(root, tuple(above), tree.unflatten(parts.values()))
     elif kind_of(holder) is NODE:
         object.__setattr__(holder, key, array)
     else:

@@ -5,6 +5,7 @@ Sized in every way it is what the explicit class holds, or it is refused by name
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,18 +13,32 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from flax import nnx
+from flax import nnx, struct
 from jax.core import Tracer
 
 import lazymods as lm
 
 X = jnp.arange(8.0).reshape(2, 4)
+ADAM = optax.adam(0.1)
 
 
 class Pair(NamedTuple):
     a: Any
     b: Any
+
+
+@struct.dataclass
+class Struct:
+    """A pytree with a static field."""
+
+    a: Any
+    n: int = struct.field(pytree_node=False, default=0)
+
+
+class Unknown(dict[str, Any]):
+    """A class that JAX does not know as a pytree."""
 
 
 class Scaled(nnx.Module):
@@ -56,6 +71,14 @@ HELD: dict[str, Callable[[int, nnx.Rngs], Any]] = {
     "arrays in a named tuple": lambda n, r: nnx.data(Pair(jnp.ones(n), jnp.zeros(2))),
     "arrays in nested containers": lambda n, r: nnx.data([(jnp.ones(n),), {"a": Pair((jnp.ones(n), n), jnp.zeros(2))}]),
     "drawn arrays in a tuple": lambda n, r: nnx.data((jax.random.normal(r.params(), (n,)), jnp.zeros(2))),
+    "arrays in a struct": lambda n, r: nnx.data(Struct(jnp.ones(n), 3)),
+    "arrays and a size in a struct": lambda n, r: nnx.data(Struct((jnp.ones(n), jnp.ones(2)), n)),
+    "a layer in a struct": lambda n, r: nnx.data(Struct(Scaled(n))),
+    "a state": lambda n, r: nnx.data(nnx.state(linear(n, r))),
+    "a state of layers": lambda n, r: nnx.data(nnx.state(nnx.Sequential(linear(n, r), linear(2, r)))),
+    "a pure state": lambda n, r: nnx.data(nnx.as_pure(nnx.state(linear(n, r)))),
+    "an optimizer": lambda n, r: nnx.Optimizer(linear(n, r), ADAM, wrt=nnx.Param),
+    "an ordered dict": lambda n, r: nnx.data(collections.OrderedDict(b=jnp.ones(n), a=linear(n, r))),
     "layers in a tuple": lambda n, r: nnx.data((linear(n, r), nnx.BatchNorm(n, rngs=r), Scaled(n))),
     "layers in a list": lambda n, r: nnx.data([linear(n, r), Scaled(n)]),
     "layers in a dict": lambda n, r: nnx.data({"a": linear(n, r), "b": Scaled(n)}),
@@ -72,7 +95,7 @@ HELD: dict[str, Callable[[int, nnx.Rngs], Any]] = {
     "metadata of a layer": lambda n, r: nnx.Linear(
         n, 3, kernel_metadata={"fan": n}, bias_init=nnx.with_metadata(nnx.initializers.ones, fan=n + 1), rngs=r
     ),
-    "metadata at some sizes": lambda n, r: nnx.Param(jnp.ones(n), **({"small": True} if n < 5 else {"large": n})),
+    "metadata at some sizes": lambda n, r: nnx.Param(jnp.ones(n), **(fan(1) if n < 5 else {"large": str(n)})),
 }
 
 
@@ -175,7 +198,7 @@ REFUSED: dict[str, Callable[[int, nnx.Rngs], Any]] = {
     "Plain": lambda n, r: Plain(linear(n, r)),
     "array in Plain": lambda n, r: Plain(jnp.ones(n)),
     "Cache that holds a dict": lambda n, r: nnx.Cache({"a": jnp.zeros(n)}),
-    "State": lambda n, r: nnx.data(nnx.state(linear(n, r))),
+    "Unknown": lambda n, r: Unknown(a=jnp.ones(n)),
 }
 
 
