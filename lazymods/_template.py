@@ -273,20 +273,21 @@ def same_static(a: Any, b: Any) -> bool:
 
 def _alike(a: Blueprint, b: Blueprint) -> bool:
     """Whether two readings are of one structure, and every slot of one source but for its shape."""
-    if a.slots.keys() != b.slots.keys() or a.draws != b.draws or not _same_structure(a.root, b.root):
+    if a.slots.keys() != b.slots.keys() or a.draws != b.draws or not same_structure(a.root, b.root):
         return False
     return all(_same_source(a, slot, b, b.slots[path]) for path, slot in a.slots.items())
 
 
-def _same_structure(a: Any, b: Any) -> bool:
+def same_structure(a: Any, b: Any) -> bool:
+    """Whether two readings describe the same objects, but for shapes and the values of static attributes."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Node):
         same = a.cls is b.cls and list(a.attributes) == list(b.attributes) and a.data_names == b.data_names
-        return same and all(_same_structure(d, b.attributes[n]) for n, d in a.attributes.items())
+        return same and all(same_structure(d, b.attributes[n]) for n, d in a.attributes.items())
     if isinstance(a, Container):
         same = a.cls is b.cls and [k for k, _ in a.items] == [k for k, _ in b.items]
-        return same and all(_same_structure(x, y) for (_, x), (_, y) in zip(a.items, b.items, strict=True))
+        return same and all(same_structure(x, y) for (_, x), (_, y) in zip(a.items, b.items, strict=True))
     if isinstance(a, Slot):
         return a.cls is b.cls and a.dtype == b.dtype and same_static(a.metadata, b.metadata)
     return a == b if isinstance(a, Given) else True
