@@ -60,6 +60,10 @@ def fan(n: int) -> Any:
     return {"fan": n}
 
 
+def large(n: int) -> Any:
+    return {"large": n}
+
+
 def linear(n: int, rngs: nnx.Rngs) -> nnx.Linear:
     return nnx.Linear(n, 2 * n, rngs=rngs)
 
@@ -106,7 +110,7 @@ HELD: dict[str, Callable[[int, nnx.Rngs], Any]] = {
     "metadata of a layer": lambda n, r: nnx.Linear(
         n, 3, kernel_metadata={"fan": n}, bias_init=nnx.with_metadata(nnx.initializers.ones, fan=n + 1), rngs=r
     ),
-    "metadata at some sizes": lambda n, r: nnx.Param(jnp.ones(n), **(fan(1) if n < 5 else {"large": str(n)})),
+    "metadata at some sizes": lambda n, r: nnx.Param(jnp.ones(n), **(fan(1) if n < 5 else large(n))),
 }
 
 
