@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,11 @@ from flax import nnx
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 
-from lazymods import _compat
+from lazymods import _compat, _graph
 from lazymods._arguments import as_call
 from lazymods._errors import ConfigurationError, Problem, describe
+from lazymods._graph import dotted
+from lazymods._out_of_sight import holds_tracers
 from lazymods._recipe import Shape, is_key
 
 Path = tuple[Any, ...]
@@ -104,11 +106,29 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True)
+class Held:
+    """A Variable that holds no array, such as a counter of Python's: its class, value and metadata."""
+
+    cls: type[nnx.Variable[Any]]
+    value: Any
+    metadata: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class Container:
-    """A dict, list or tuple that holds data."""
+    """What holds data: a dict, list or tuple, or an object of a class that JAX knows as a pytree, with its treedef."""
 
     cls: type
     items: tuple[tuple[Any, Any], ...]
+    tree: Any = None
+
+    def of(self, values: Sequence[Any]) -> Any:
+        """Return a container of this kind that holds these values."""
+        if self.tree is not None:
+            return self.tree.unflatten(values)
+        if self.cls is dict:
+            return {k: v for (k, _), v in zip(self.items, values, strict=True)}
+        return self.cls(values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,7 +378,7 @@ def trace(
             with nnx.use_eager_sharding(_compat.NOT_GIVEN):  # nothing is sharded, whatever a mesh may be set
                 in_order, by_name = as_call(cls, call)
                 twin = cls(*in_order, **by_name)
-            reader = _Reader(known, outputs)
+            reader = _Reader(cls.__name__, known, outputs)
             found.append((reader.describe(twin, ()), reader.slots, {n: s.draws for n, s in mirrors.items()}))
         return outputs
 
@@ -377,8 +397,8 @@ def _make_rngs(mirrors: Mapping[str, Stream]) -> nnx.Rngs | Stream:
 class _Reader:
     """Turns a constructed object into descriptions, one description for an object however often it is met."""
 
-    def __init__(self, given: Mapping[int, str], values: list[Any]) -> None:
-        self.given = given
+    def __init__(self, name: str, given: Mapping[int, str], values: list[Any]) -> None:
+        self.name, self.given = name, given
         self.values = values  # those of the slots are appended
         self.slots: dict[Path, Slot] = {}
         self.seen: dict[int, Any] = {}
@@ -390,14 +410,18 @@ class _Reader:
         if id(value) in self.seen:
             return self.seen[id(value)]
         description = self._describe(value, path)
-        if isinstance(description, (Slot, Node)):
+        if isinstance(description, (Slot, Node, Held)):
             self.seen[id(value)] = description
             self.alive.append(value)  # so that no later object gets the same id
         return description
 
     def _describe(self, value: Any, path: Path) -> Any:
         if isinstance(value, nnx.Variable):
-            return self._slot(value.get_raw_value(), path, type(value), self._metadata(value))
+            raw = value.get_raw_value()
+            if hasattr(raw, "dtype"):
+                return self._slot(raw, path, type(value), self._metadata(value))
+            self._check(raw, path, f"a {type(value).__name__} that holds a {type(raw).__name__}")
+            return Held(type(value), raw, self._metadata(value))
         if nnx.Pytree in type(value).__mro__:  # isinstance would take long for a type that it has not seen
             return self._node(value, path)
         if isinstance(value, Tracer):
@@ -406,9 +430,32 @@ class _Reader:
             return Static(value.call)
         if type(value) in (dict, list, tuple) and _holds_data(value):
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            items = tuple((k, self.describe(v, (*path, k))) for k, v in pairs)
-            return Container(type(value), items)
+            return Container(type(value), self._items(pairs, path))
+        if _graph.kind_of(value) in _OF_CLASSES and _holds_data(value):
+            tree = jax.tree.structure(value, is_leaf=lambda x: x is not value)
+            return Container(type(value), self._items(_graph.pytree_children(value), path), tree)
+        self._check(value, path, f"a {type(value).__name__}")
         return Static(value)
+
+    def _items(self, pairs: Iterable[tuple[Any, Any]], path: Path) -> tuple[tuple[Any, Any], ...]:
+        return tuple([(k, self.describe(v, (*path, k))) for k, v in pairs])
+
+    def _check(self, value: Any, path: Path, kind: str) -> None:
+        """Refuse what would keep tracers of the reading: no description can say what it holds.
+
+        Raises:
+            ConfigurationError: If it holds an array or a layer of the constructor's.
+        """
+        if holds_tracers(value, self.given):
+            raise ConfigurationError(
+                Problem(
+                    f"{self.name}.{dotted(path)}",
+                    f"{kind} that holds arrays or layers which the constructor has made",
+                    "those in attributes, in a list, dict or tuple, or in Variables, one array in each: what lm.lazy "
+                    "finds there it can size",
+                    "self.layer = layer, and what is made of it in __call__; or a class by hand, of lm.LazyModuleMixin",
+                )
+            )
 
     def _metadata(self, variable: nnx.Variable[Any]) -> dict[str, Any]:
         metadata = variable.get_metadata()
@@ -436,6 +483,9 @@ class _Reader:
         for name in arrays - _compat.declared_names(type(node)):
             names[name] = True  # of an array that is traced Flax says that it is no data (0.12.8 and 0.12.12)
         return Node(type(node), attributes, names)
+
+
+_OF_CLASSES = (_graph.MAPPING, _graph.SEQUENCE, _graph.PYTREE)  # named tuples, nnx.State, flax.struct dataclasses
 
 
 def _holds_data(value: Any) -> bool:

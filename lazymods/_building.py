@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
 
 from lazymods import _compat, _draws
-from lazymods._blueprint import Container, Given, Node, Slot, Static
+from lazymods._blueprint import Container, Given, Held, Node, Slot, Static
 from lazymods._graph import STATE, Path, dotted
 from lazymods._placeholder import UninitializedArray, placeholder_type
 from lazymods._recipe import PartialShape, Recipe, StaticKeys, key_source, leaves_of
@@ -172,11 +173,14 @@ class Builder:
         if isinstance(description, Given):
             return self.given[description.argument]
         if isinstance(description, Container):
-            pairs = [(k, self.make(d, (*path, k))) for k, d in description.items]
-            return dict(pairs) if description.cls is dict else description.cls(v for _, v in pairs)
+            return description.of([self.make(d, (*path, k)) for k, d in description.items])
         made = self.made.get(id(description))
         if made is None:
-            made = self._slot(description) if isinstance(description, Slot) else self._node(description, path)
+            if isinstance(description, Held):
+                value, metadata = copy.deepcopy(description.value), self._metadata_of(description)
+                made = _compat.new_variable(description.cls, value, metadata)
+            else:
+                made = self._slot(description) if isinstance(description, Slot) else self._node(description, path)
             self.made[id(description)] = made
         return made
 
@@ -191,10 +195,7 @@ class Builder:
         return node
 
     def _slot(self, slot: Slot) -> Any:
-        metadata = {**slot.metadata, **self.metadata}
-        own = slot.metadata.get("eager_sharding")
-        if own is not None:  # the caller's own word goes before the setting
-            metadata["eager_sharding"] = own
+        metadata = self._metadata_of(slot)
         if slot.cls is not None and issubclass(slot.cls, nnx.RngState):  # random state depends on no size
             source = SlotSource(self.mould.spec, slot.path)
             recipe = Recipe(source, slot.shape, slot.dtype, "", self.turns, keys=self._keys_of(slot, slot.shape))
@@ -203,6 +204,13 @@ class Builder:
         cls, static = self.mould.placeholder(slot)
         recipe = Recipe(*static, turns=self.turns, keys=self._keys_of(slot, static[1]))
         return _compat.new_variable(cls, recipe, metadata)
+
+    def _metadata_of(self, description: Slot | Held) -> dict[str, Any]:
+        metadata = {**description.metadata, **self.metadata}
+        own = description.metadata.get("eager_sharding")
+        if own is not None:  # the caller's own word goes before the setting
+            metadata["eager_sharding"] = own
+        return metadata
 
     def _keys_of(self, slot: Slot, shape: PartialShape | None) -> StaticKeys | tuple[Any, ...]:
         """The keys of one slot: the leaves of a value that follows from no key are the same in all of a stack."""

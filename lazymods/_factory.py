@@ -382,6 +382,8 @@ def _first_that_reads(plan: Plan, specify: Any, structures: list[dict[str, Any]]
         spec = specify(guess, others)
         try:
             return spec, spec.probe(modules) if modules else spec.template
+        except ConfigurationError:
+            raise
         except REFUSALS as e:
             errors.append(e)
     of_ints = errors[: len(structures)]  # a TypeError may tell of arguments that the class does not take so

@@ -15,6 +15,7 @@ from flax import nnx
 from lazymods import _compat, _first_call, _graph, _lifecycle
 from lazymods._errors import LazyError, located, relocate
 from lazymods._graph import STATE, Path, dotted
+from lazymods._merging import put
 from lazymods._placeholder import UninitializedVariable
 from lazymods._recipe import Recipe, is_key
 from lazymods._report import ShapeReport, report_of
@@ -148,7 +149,7 @@ def _no_collections() -> Iterator[None]:
 
 def _move(model: Any, paths: set[Path], device: Any) -> None:
     """Bring what was made to its device, bound to it, so that the model's calls run there; None: the default one."""
-    for path, holder, key, value in list(_graph.entries(model)):
+    for path, _, _, value in list(_graph.entries(model)):
         if path not in paths or _graph.is_placeholder(value):
             continue
         raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
@@ -156,7 +157,7 @@ def _move(model: Any, paths: set[Path], device: Any) -> None:
         if isinstance(value, nnx.Variable):
             value.set_raw_value(moved)
         else:
-            _lifecycle.put(holder, key, moved)
+            put(model, path, moved)
 
 
 def _to_default_device(array: Any) -> Any:

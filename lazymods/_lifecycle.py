@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lazymods import _compat, _draws, _graph
-from lazymods._blueprint import Blueprint, Node, Slot, Static
-from lazymods._errors import Problem, ShapeInferenceError
-from lazymods._graph import NODE, STATE, Path, kind_of
+from lazymods._blueprint import Blueprint, Slot
+from lazymods._errors import Problem, ShapeInferenceError, UninitializedError
+from lazymods._graph import STATE, Path
 from lazymods._held import check_held, shape_of, stackings
+from lazymods._merging import has_other_metadata, merge, put, renew_metadata
 from lazymods._placeholder import (
     UninitializedArray,
     UninitializedVariable,
@@ -33,7 +34,7 @@ from lazymods._placeholder import (
 from lazymods._spec import LayerSpec, SlotSource
 from lazymods._stacking import Stackings
 from lazymods._structure import conform, has_other_slots, renew_random_state
-from lazymods._template import Template, same_static
+from lazymods._template import Template
 from lazymods.compile.metrics import COUNTS
 
 TRANSIENT = (nnx.Cache, nnx.Intermediate)  # no state dict holds them: a loaded layer starts with new ones
@@ -84,6 +85,7 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
         conform(layer, blueprint)
     held = own_slots(layer, blueprint)
     check_held(layer, blueprint, held, stackings(layer))
+    renew_metadata_of(layer, blueprint)
     empty = {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)}
     if not abstract:
         for turns in {id(v.recipe.turns): v.recipe.turns for v in empty.values()}.values():
@@ -98,12 +100,15 @@ def fill(layer: Any, values: Mapping[str, Any], *, abstract: bool = False) -> Bl
         else:
             arrays = _compute(spec, blueprint, empty)
         for path, array in arrays.items():
-            holder, key, variable = held[path]
-            if isinstance(variable, UninitializedArray):
-                put(holder, key, array)
-            elif isinstance(variable, UninitializedVariable):  # a tie inside the layer may have filled it
-                variable.become(array)
+            _write(layer, path, held[path][2], array)
     return blueprint
+
+
+def _write(layer: Any, path: Path, variable: Any, array: Any) -> None:
+    if isinstance(variable, UninitializedArray):
+        put(layer, path, array)
+    elif isinstance(variable, UninitializedVariable):  # a tie inside the layer may have filled it
+        variable.become(array)
 
 
 def _zeros(shape: tuple[int, ...], variable: UninitializedVariable, slot: Slot) -> Any:
@@ -269,14 +274,6 @@ def _taken(blueprint: Blueprint, own: Mapping[Path, Any]) -> dict[Path, Any]:
     return found
 
 
-def put(holder: Any, key: Any, array: Any) -> None:
-    """Write a raw array into the object, mapping or list that holds it."""
-    if kind_of(holder) is NODE:
-        object.__setattr__(holder, key, array)
-    else:
-        holder[key] = array
-
-
 # ---------------------------------------------------------------- settling
 
 
@@ -323,16 +320,30 @@ def settle(
 
     Raises:
         ConfigurationError: As :func:`note_draws`.
+        UninitializedError: If a transform would not carry out what it is then.
     """
     if blueprint is not None:
         note_draws(layer, blueprint, strict=strict)
         merge_attributes(layer, blueprint)
+        if keep_class:
+            _check_carried(layer, blueprint)
     del vars(layer)[STATE]
     _compat.forget_data_name(layer, STATE)
     if _graph.LOCAL.session is None:
         COUNTS.add(materializations=1)
     if not keep_class:
         finish_class(layer)
+
+
+def _check_carried(layer: Any, blueprint: Blueprint) -> None:
+    """Refuse what a transform of Flax does not carry out: it carries values, and no metadata."""
+    spec = vars(layer)[STATE].spec
+    if spec.scales is None and not spec.modules and has_other_metadata(blueprint, spec.template.blueprint):
+        where = _graph.place(layer, type(layer).__name__)
+        got = "metadata of its Variables that follow from a size, in the first call inside a transform of Flax"
+        needed = "a first call outside: such a transform carries values out, and no metadata"
+        write = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+        raise UninitializedError(Problem(where, got, needed, write))
 
 
 _UPDATING = _compat.own_name("updating")
@@ -361,7 +372,20 @@ def merge_attributes(layer: Any, blueprint: Blueprint) -> None:
     """Give a layer the attributes that its constructor gives it at the sizes now known, as :func:`settle` does."""
     spec = vars(layer)[STATE].spec
     template = spec.template.blueprint if not spec.modules else blueprint
-    _merge(layer, blueprint.root, template.root)
+    renew_metadata_of(layer, blueprint)
+    merge(layer, blueprint.root, template.root)
+
+
+def renew_metadata_of(layer: Any, blueprint: Blueprint) -> None:
+    """Give the Variables of a layer the metadata that they have at the sizes now known, such as where their values go.
+
+    Args:
+        layer: A lazy layer.
+        blueprint: The constructor at these sizes.
+    """
+    spec = vars(layer)[STATE].spec
+    if spec.scales is None and not spec.modules:
+        renew_metadata(blueprint, spec.template.blueprint, own_slots(layer, blueprint))
 
 
 def finish_class(layer: Any) -> None:
@@ -369,32 +393,6 @@ def finish_class(layer: Any) -> None:
     target = type(layer).cls_to_become
     if target is not None:
         _compat.set_class(layer, target)
-
-
-def _merge(node: Any, actual: Node, template: Node) -> None:
-    held = vars(node)
-    merged = {k: held[k] for k in (_compat.STATE, _compat.NODES) if k in held}
-    for name, description in actual.attributes.items():
-        value = held.get(name, _graph.MISSING)
-        if isinstance(description, Static):
-            before = template.attributes.get(name)
-            untouched = isinstance(before, Static) and same_static(before.value, value)
-            if untouched or value is _graph.MISSING:
-                value = description.fresh()
-        elif value is _graph.MISSING:
-            continue  # removed since construction
-        elif isinstance(description, Node) and isinstance(value, nnx.Pytree):
-            before = template.attributes.get(name)
-            if isinstance(before, Node):
-                _merge(value, description, before)
-        merged[name] = value
-    names = actual.names
-    left = [k for k in held if k not in merged and k not in template.attributes and k not in (STATE, _graph.HOOKS)]
-    if left:  # what the user has added
-        names = names.update({k: v for k, v in _compat.data_names(node).items() if k in left})
-    merged.update([(k, held[k]) for k in (*left, STATE, _graph.HOOKS) if k in held])
-    _compat.set_attributes(node, merged)
-    _compat.share_data_names(node, names)
 
 
 def settle_if_filled(layer: Any, *, initialize: bool = False, stacked: Stackings | None = None) -> bool:

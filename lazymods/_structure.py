@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _compat, _draws, _graph
-from lazymods._blueprint import Blueprint, Node, Slot, Static
+from lazymods._blueprint import Blueprint, Container, Held, Node, Slot, Static
 from lazymods._building import Builder, Mould
 from lazymods._errors import Problem, ShapeInferenceError
 from lazymods._graph import STATE, Path
@@ -23,7 +23,7 @@ from lazymods._placeholder import UninitializedVariable
 from lazymods._recipe import StaticKeys
 from lazymods._spec import LayerSpec
 from lazymods._stacking import Stacking
-from lazymods._template import Template, same_static, static_at
+from lazymods._template import Template, same_static, same_structure, static_at
 
 
 def conform(layer: Any, blueprint: Blueprint) -> None:
@@ -103,8 +103,13 @@ def has_pending_arrays(spec: LayerSpec, blueprint: Blueprint) -> bool:
 
 
 def has_other_slots(spec: LayerSpec, blueprint: Blueprint) -> bool:
-    """Whether a constructor holds other Variables at these sizes than it did at the probes."""
-    return not spec.modules and blueprint.slots.keys() != spec.template.blueprint.slots.keys()
+    """Whether a constructor holds other Variables at these sizes than it did at the probes, or other objects."""
+    if spec.modules:
+        return False
+    known = spec.template.blueprint
+    return blueprint.slots.keys() != known.slots.keys() or (
+        spec.scales is None and not same_structure(blueprint.root, known.root)
+    )
 
 
 def _traced_keys(layer: Any) -> tuple[Any, Stacking | None]:
@@ -132,26 +137,45 @@ def _conform_node(node: Any, actual: Node, template: Node, path: Path, builder: 
     for name in template.attributes.keys() - actual.attributes.keys():
         vars(node).pop(name, None)
     for name, description in actual.attributes.items():
-        before, value = template.attributes.get(name), vars(node).get(name, _graph.MISSING)
-        replaceable = value is _graph.MISSING or _is_own(value, before)  # else it was given: by a load, or by hand
-        met = id(description) in builder.made
-        alike = _are_alike(description, before)
-        if not met and alike and isinstance(before, Node) and isinstance(value, nnx.Pytree):
-            builder.made[id(description)] = value
-            _conform_node(value, description, before, (*path, name), builder)
-        elif isinstance(description, (Slot, Node)) and (met or not alike):
-            if replaceable:
-                object.__setattr__(node, name, builder.make(description, (*path, name)))
-        elif isinstance(description, Slot) and value is not _graph.MISSING:
-            builder.made[id(description)] = value
-        elif isinstance(description, Static) and replaceable and _is_there(value, description):
-            object.__setattr__(node, name, description.fresh())
+        value = vars(node).get(name, _graph.MISSING)
+        new = _conform(value, description, template.attributes.get(name), (*path, name), builder)
+        if new is not value:
+            object.__setattr__(node, name, new)
+
+
+def _conform(value: Any, description: Any, before: Any, path: Path, builder: Builder) -> Any:
+    """Return what an attribute, or an item of a container, is at these sizes; MISSING if it has to wait."""
+    replaceable = value is _graph.MISSING or _is_own(value, before)  # else it was given: by a load, or by hand
+    met = id(description) in builder.made
+    alike = _are_alike(description, before)
+    if not met and alike and isinstance(description, Node) and isinstance(value, nnx.Pytree):
+        builder.made[id(description)] = value
+        _conform_node(value, description, before, path, builder)
+    elif isinstance(description, Container) and alike and type(value) is description.cls:
+        return _conform_container(value, description, before, path, builder)
+    elif isinstance(description, Container) or (isinstance(description, (Slot, Node, Held)) and (met or not alike)):
+        return builder.make(description, path) if replaceable else value
+    elif isinstance(description, Slot) and value is not _graph.MISSING:
+        builder.made[id(description)] = value
+    elif isinstance(description, Static) and replaceable and _is_there(value, description):
+        return description.fresh()
+    return value
+
+
+def _conform_container(value: Any, description: Container, before: Container, path: Path, builder: Builder) -> Any:
+    held, known = dict(_graph.children(value)), dict(before.items)
+    if held.keys() != known.keys():
+        return value  # changed by hand
+    items = [(k, d, held.get(k, _graph.MISSING), known.get(k)) for k, d in description.items]
+    new = [_conform(child, d, was, (*path, k), builder) for k, d, child, was in items]
+    same = held.keys() == {k for k, _ in description.items}
+    return value if same and all(a is b for a, (_, _, b, _) in zip(new, items, strict=True)) else description.of(new)
 
 
 def _are_alike(description: Any, before: Any) -> bool:
     """Whether an attribute is of one kind at the sizes and at the probes' sizes: an object, of one class."""
     both = type(before) is type(description)
-    return both and (not isinstance(description, Node) or description.cls is before.cls)
+    return both and (not isinstance(description, (Node, Container)) or description.cls is before.cls)
 
 
 def _is_there(value: Any, description: Static) -> bool:
@@ -165,6 +189,6 @@ def _is_own(value: Any, before: Any) -> bool:
         return isinstance(before, Slot)
     if isinstance(before, Static):
         return same_static(before.value, value)
-    if not isinstance(before, Node) or not isinstance(value, before.cls):
+    if not isinstance(before, (Node, Container)) or not isinstance(value, before.cls):
         return False
     return _graph.has_uninitialized_params(value) or not _graph.variables(value)

@@ -16,7 +16,9 @@ from typing import Any
 
 import jax
 
-from lazymods._blueprint import Blueprint, Container, Given, Node, Path, Slot, Static
+from lazymods._blueprint import Blueprint, Container, Given, Held, Node, Path, Slot, Static
+from lazymods._errors import ConfigurationError, Problem
+from lazymods._graph import dotted
 from lazymods._recipe import PartialShape
 
 Sizes = dict[str, int]
@@ -176,6 +178,7 @@ def fit(
     pending: set[Path] = set()
     for other in others:
         pending |= set(_different(base.root, other.root, ()))
+        _check_variables(base.root, other.root, ())
     statics: dict[Path, Numbers] | None = {}
     for path in pending:
         found = [static_at(b.root, path) for b in (base, *others)]
@@ -234,6 +237,25 @@ def _different(a: Any, b: Any, path: Path) -> Iterator[Path]:
         yield path
 
 
+def _check_variables(a: Any, b: Any, path: Path) -> None:
+    """Refuse a number in a Variable that is another at another size: an array there would wait for it.
+
+    Raises:
+        ConfigurationError: If there is one.
+    """
+    if isinstance(a, Held) and isinstance(b, Held) and not same_static(a.value, b.value):
+        needed = "an array: until the sizes are known, and in a transform, it would be the number of another size"
+        got = f"a {a.cls.__name__} that holds a number which follows from a size"
+        raise ConfigurationError(Problem(dotted(path), got, needed, f"{a.cls.__name__}(jnp.asarray(...))"))
+    if isinstance(a, Node) and isinstance(b, Node):
+        for name in a.attributes.keys() & b.attributes.keys():
+            _check_variables(a.attributes[name], b.attributes[name], (*path, name))
+    elif isinstance(a, Container) and isinstance(b, Container):
+        known = dict(b.items)
+        for key, value in a.items:
+            _check_variables(value, known.get(key), (*path, key))
+
+
 def same_static(a: Any, b: Any) -> bool:
     """Whether two static attributes are the same, by type and value."""
     if a is b:
@@ -251,20 +273,21 @@ def same_static(a: Any, b: Any) -> bool:
 
 def _alike(a: Blueprint, b: Blueprint) -> bool:
     """Whether two readings are of one structure, and every slot of one source but for its shape."""
-    if a.slots.keys() != b.slots.keys() or a.draws != b.draws or not _same_structure(a.root, b.root):
+    if a.slots.keys() != b.slots.keys() or a.draws != b.draws or not same_structure(a.root, b.root):
         return False
     return all(_same_source(a, slot, b, b.slots[path]) for path, slot in a.slots.items())
 
 
-def _same_structure(a: Any, b: Any) -> bool:
+def same_structure(a: Any, b: Any) -> bool:
+    """Whether two readings describe the same objects, but for shapes and the values of static attributes."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Node):
         same = a.cls is b.cls and list(a.attributes) == list(b.attributes) and a.data_names == b.data_names
-        return same and all(_same_structure(d, b.attributes[n]) for n, d in a.attributes.items())
+        return same and all(same_structure(d, b.attributes[n]) for n, d in a.attributes.items())
     if isinstance(a, Container):
         same = a.cls is b.cls and [k for k, _ in a.items] == [k for k, _ in b.items]
-        return same and all(_same_structure(x, y) for (_, x), (_, y) in zip(a.items, b.items, strict=True))
+        return same and all(same_structure(x, y) for (_, x), (_, y) in zip(a.items, b.items, strict=True))
     if isinstance(a, Slot):
         return a.cls is b.cls and a.dtype == b.dtype and same_static(a.metadata, b.metadata)
     return a == b if isinstance(a, Given) else True

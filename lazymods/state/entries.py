@@ -14,7 +14,8 @@ from lazymods import _compat, _graph
 from lazymods._errors import Problem, StateDictError, describe
 from lazymods._graph import ARRAY, MAPPING, NODE, OTHER, PYTREE, SEQUENCE, VARIABLE, Path, dotted, kind_of
 from lazymods._hooked import hooks_of
-from lazymods._lifecycle import TRANSIENT, put
+from lazymods._lifecycle import TRANSIENT
+from lazymods._merging import put
 from lazymods._placeholder import UninitializedArray
 from lazymods._recipe import is_key
 from lazymods.state.static_fields import static_leaves, structure_of, with_fields
@@ -103,7 +104,7 @@ class Place(NamedTuple):
     def write(self, value: Any) -> None:
         """Write the owner's new value."""
         if not self.is_variable:
-            put(self.holder, self.key, value)
+            put(self.holder, (self.key,), value)
         elif self.owner.get_metadata("ref", False):
             self.owner.set_value(value)
         else:

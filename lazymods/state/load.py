@@ -21,8 +21,9 @@ from lazymods._errors import (
     describe,
     located,
 )
-from lazymods._graph import STATE, dotted
+from lazymods._graph import MAPPING, NODE, STATE, dotted, kind_of
 from lazymods._hooked import hooks_of, run_hooks
+from lazymods._merging import put
 from lazymods._placeholder import UninitializedArray
 from lazymods._snapshot import Snapshot
 from lazymods._spec import SlotSource
@@ -312,6 +313,7 @@ def _write(plan: Plan, origin: Origin) -> None:
         _lifecycle.note_draws(layer, blueprint, roots=plan.model, strict=False)
     for layer, blueprint in plan.sized:
         _structure.renew_random_state(layer, blueprint)
+        _lifecycle.renew_metadata_of(layer, blueprint)
     _write_values(plan, origin)
     for layer, blueprint in plan.sized:
         _lifecycle.settle(layer, blueprint, strict=False)
@@ -352,10 +354,11 @@ def _write_values(plan: Plan, origin: Origin) -> None:
             parts.setdefault(write.place.replaced, (write, {}))[1][write.place.leaf] = value
         else:
             made.append((write, value))
-    made += [(write, write.place.replace(values)) for write, values in parts.values()]
+    # the placeholders of raw arrays in what is made anew are found there
+    made = [*((write, write.place.replace(values)) for write, values in parts.values()), *made]
     _fill(plan, fills, origin)
     for write, value in made:  # nothing fails from here on that could be known before
-        _put(write, value)
+        _put(plan.model, write, value)
 
 
 def _fill(plan: Plan, fills: Sequence[tuple[Write, Any]], origin: Origin) -> None:
@@ -415,11 +418,14 @@ def _is_weak_place(write: Write) -> bool:
     return slot is not None and slot.weak
 
 
-def _put(write: Write, value: Any) -> None:
+def _put(model: Any, write: Write, value: Any) -> None:
     place = write.place
     if not place.lazy:
         place.write(value)
-    elif isinstance(place.owner, UninitializedArray):
-        _lifecycle.put(place.holder, place.key, value)
-    else:
+    elif not isinstance(place.owner, UninitializedArray):
         place.owner.become(value)
+    elif kind_of(place.holder) in (NODE, MAPPING) or isinstance(place.holder, list):
+        put(place.holder, (place.key,), value)
+    else:  # in a tuple
+        for entry in [e for e in _graph.entries(model) if e.value is place.owner]:
+            put(model, entry.path, value)

@@ -311,7 +311,8 @@ def _check_lazy_layers(plan: Plan) -> None:
 def _note_other_structure(plan: Plan, layer: Any, known: Blueprint, actual: Blueprint) -> None:
     """Note what a layer has at the sizes of its entries only, and forget what it has not."""
     same_slots = actual.slots.keys() == known.slots.keys()
-    if not same_slots or _structure.has_pending_arrays(vars(layer)[STATE].spec, actual):
+    spec = vars(layer)[STATE].spec
+    if _structure.has_other_slots(spec, actual) or _structure.has_pending_arrays(spec, actual):
         plan.grown.append((layer, actual))
     if same_slots:
         return
