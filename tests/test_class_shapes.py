@@ -482,28 +482,3 @@ def test_a_subclass_of_a_lazy_class_is_told_of() -> None:
     np.testing.assert_array_equal(layer(X), Told(4, 3, rngs=nnx.Rngs(0))(X))
     assert [c.__name__ for c in Own.__mro__[:3]] == ["Own", "LazyTold", "LazyModuleMixin"]
     assert Own.__mro__[3:] == Told.__mro__
-
-
-class OwnKind(nnx.Param[Any]):
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        REGISTER.append((cls.__name__, cls, "kind"))
-
-
-class SubKind(OwnKind): ...
-
-
-def test_a_kind_of_variables_is_not_told_of_its_placeholder() -> None:
-    class Holds(nnx.Module):
-        def __init__(self, n: int) -> None:
-            self.w = SubKind(jnp.ones((n, 3)))
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return x @ self.w[...]
-
-    before = REGISTER.copy()
-    layer = lm.lazy(Holds, infer=width)()
-    assert isinstance(layer.w, SubKind) and type(layer.w).__name__ == "UninitializedSubKind"
-    assert jax.tree.leaves(copy.deepcopy(layer.w)) == []
-    np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x))(layer, X), jnp.full((2, 3), 4.0))
-    assert type(layer.w) is SubKind and before == REGISTER
