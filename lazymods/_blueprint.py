@@ -25,7 +25,8 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 
 from lazymods import _compat
-from lazymods._recipe import Shape, is_key
+from lazymods._stacking import Shape
+from lazymods.init.keys import is_key
 
 Path = tuple[Any, ...]
 

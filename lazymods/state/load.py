@@ -21,8 +21,7 @@ from lazymods._errors import (
     describe,
     located,
 )
-from lazymods._graph import STATE, dotted
-from lazymods._hooked import hooks_of, run_hooks
+from lazymods._graph import STATE, dotted, hooks_of, run_hooks
 from lazymods._placeholder import UninitializedArray
 from lazymods._snapshot import Snapshot
 from lazymods._spec import SlotSource
