@@ -480,7 +480,7 @@ def owned(value: Any) -> Any:
 
 def bind(primitive: Any, inputs: Sequence[Any], params: dict[str, Any], context: Any) -> Sequence[Any]:
     """Do an operation that was recorded, with the settings that it was recorded with, in the current trace."""
-    with context.manager:
+    with context.manager, public_errors():  # jax calls a program again, as it is, to tell where a nan came from
         out = primitive.bind(*inputs, **params)
     return out if primitive.multiple_results else [out]
 

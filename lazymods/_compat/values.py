@@ -148,6 +148,7 @@ _HOOKS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (lax, "full", _full),
     (jax.lax, "full", _full),
     (jax, "make_array_from_process_local_data", _at_once("make_array_from_process_local_data")),
+    (array, "_reconstruct_array", _at_once("pickle")),  # what is loaded has a value, also as the data of a key
     (jax.set_mesh, "__init__", _set_mesh),
     (pjit, "_run_python_pjit", _run_python_pjit),
 )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lazymods.autograd.freezing import trainable
+from lazymods.compile.refusals import refuse_uncallable
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
@@ -34,6 +35,7 @@ def grad(
         them for several arguments; with ``has_aux`` a pair of that and the rest.
 
     Raises:
+        ArgumentError: If ``fn`` can't be called.
         UninitializedError: When it is called, if a lazy layer of an argument is called first in there.
         TypeError: When it is called, if ``fn`` returns no real scalar.
 
@@ -43,6 +45,7 @@ def grad(
         >>> lm.autograd.grad(lambda z: jnp.abs(z).sum(), conjugate=True)(z)
         Array([0.6+0.8j], dtype=complex64)
     """
+    refuse_uncallable("lm.autograd.grad", fn)
     differentiate: Any = nnx.grad
     of_fn = differentiate(fn, argnums=_of_trained(argnums), has_aux=has_aux)
 
@@ -71,6 +74,7 @@ def value_and_grad(
         A function of the arguments of ``fn`` that returns what ``fn`` returns, and the gradient.
 
     Raises:
+        ArgumentError: If ``fn`` can't be called.
         UninitializedError: When it is called, if a lazy layer of an argument is called first in there.
         TypeError: When it is called, if ``fn`` returns no real scalar.
 
@@ -79,6 +83,7 @@ def value_and_grad(
         >>> lm.autograd.value_and_grad(lambda x: (x**2).sum())(jnp.array([1.0, 2.0]))
         (Array(5., dtype=float32), Array([2., 4.], dtype=float32))
     """
+    refuse_uncallable("lm.autograd.value_and_grad", fn)
     differentiate: Any = nnx.value_and_grad
     of_fn = differentiate(fn, argnums=_of_trained(argnums), has_aux=has_aux)
 

@@ -1,4 +1,8 @@
-"""The shadow mode of ``lm.jit``: each call also runs in plain Python, on copies made before, and both are compared."""
+"""The shadow mode of ``lm.jit``: each call also runs in plain Python, on copies made before, and both are compared.
+
+Where a float is further off than rounding allows, plain Python is asked how far rounding goes there: the call is done
+again with noise in its inputs (``noise``).
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem, one_line
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
 from lazymods.compile.copies import Copies
-from lazymods.compile.given import Given
+from lazymods.compile.given import Given, with_sharing
+from lazymods.compile.noise import Noise, own
 from lazymods.compile.picture import Picture
 from lazymods.compile.shadow import compare
 from lazymods.compile.trace import Place
+
+_NOISY = 2  # so many runs with noise tell how far rounding may go
 
 
 def checked(
@@ -44,19 +50,11 @@ def checked(
         LazyError: The first difference, by path: in outputs, values, structure, order, metadata, static attributes,
             sharing or random state; or an error that only one of both raised.
     """
-    held = [array for array in call.constants if _compat_jit.is_reference(array)]
-    own_held = list(map(_own, held))
-    copies = Copies(Picture(call.reach), known={id(a): b for a, b in zip(held, own_held, strict=True)})
-    _own_arrays(copies, call)
-    own = [_own(a) for a in arguments.arrays]
-    args, kwargs = arguments.rebuild(own, copies.of)
-    containers, twins = arguments.given().things, Given(args, kwargs).things
-    for owner, attribute in attributes:
-        copies.swap(owner, attribute)
+    plain = _Plain(function, arguments, call, attributes, own)
+    again = [_Plain(function, arguments, call, attributes, make) for make in (own, *map(Noise, range(_NOISY)))]
     want, plain_error = None, None
     try:
-        with copies.swapped():
-            want = copies.of(function)(*args, **kwargs)
+        want = plain.run()
     except Exception as error:
         plain_error = error
     got = run()
@@ -69,43 +67,76 @@ def checked(
                 "the check that raises it with jax.debug or checkify; a program takes no decision that raises",
             )
         ) from plain_error
-    labels = [f"argument {type(v).__name__}" for v in (*arguments.roots, *arguments.variables)]
-    labels += [f"captured {type(v).__name__}" for v in call.captured.values]
-    labels += [f"argument {type(v).__name__}" for v in containers]
-    compare(
-        name,
-        [
-            ("output", want),
-            *zip(labels, [*map(copies.of, call.reach), *twins], strict=True),
-            *_references(own + own_held),
-        ],
-        [
-            ("output", got),
-            *zip(labels, [*call.reach, *containers], strict=True),
-            *_references(arguments.arrays + held),
-        ],
-    )
+    compare(name, plain.left(want), plain.left_of_call(got), lambda: _results(again))
     return got
 
 
-def _own_arrays(copies: Copies, call: Binding) -> None:
-    """Let the copies have arrays of their own: the compiled call may donate those, or write to an array of numpy."""
-    for target, leaf in zip(call.targets, call.values_of_targets(), strict=True):
-        if isinstance(target, Place):
-            copies.give(target.node, target.key, jax.tree.map(_own, target.held[target.key]))
-        else:
-            copies.give(target, None, jax.tree.map(_own, leaf))
+def _results(again: Sequence[_Plain]) -> list[list[tuple[str, Any]]]:
+    """Return what further runs gave and left behind; nothing of those that fail."""
+    found: list[list[tuple[str, Any]]] = []
+    for plain in again:
+        try:
+            found.append(plain.left(plain.run()))
+        except Exception:  # with noise it may go where it raises
+            found.append([])
+    return found
+
+
+class _Plain:
+    """A call that is to be done in plain Python, on copies of all that it reaches.
+
+    Args:
+        function: The function.
+        arguments: Its arguments.
+        call: What it reaches.
+        attributes: Attributes of modules and classes, by which it finds some of that.
+        own: Makes the array that is in the place of another.
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        arguments: Arguments,
+        call: Binding,
+        attributes: list[tuple[Any, str]],
+        own: Callable[[Any], Any],
+    ) -> None:
+        held = [array for array in call.constants if _compat_jit.is_reference(array)]
+        own_held = list(map(own, held))
+        copies = Copies(Picture(call.reach), known={id(a): b for a, b in zip(held, own_held, strict=True)})
+        for target, leaf in zip(call.targets, call.values_of_targets(), strict=True):  # the call may donate those
+            if isinstance(target, Place):
+                copies.give(target.node, target.key, jax.tree.map(own, target.held[target.key]))
+            else:
+                copies.give(target, None, jax.tree.map(own, leaf))
+        apart = {id(array): own(array) for array in arguments.arrays}
+        arrays = [apart[id(array)] for array in arguments.arrays]
+        given = arguments.given()
+        self._args, self._kwargs = with_sharing(given.of, arguments.rebuild(arrays, copies.of), copies.of, {})
+        for owner, attribute in attributes:
+            copies.swap(owner, attribute)
+        self._function, self._copies = copies.of(function), copies
+        labels = [f"argument {type(v).__name__}" for v in (*arguments.roots, *arguments.variables)]
+        labels += [f"captured {type(v).__name__}" for v in call.captured.values]
+        labels += [f"argument {type(v).__name__}" for v in given.things]
+        twins = [*map(copies.of, call.reach), *Given(self._args, self._kwargs).things]
+        self._twins = [*zip(labels, twins, strict=True)]
+        self._originals = [*zip(labels, [*call.reach, *given.things], strict=True)]
+        self._arrays = (arrays + own_held, arguments.arrays + held)
+
+    def run(self) -> Any:
+        """Do the call, once, and return what it returns."""
+        with self._copies.swapped():
+            return self._function(*self._args, **self._kwargs)
+
+    def left(self, out: Any) -> list[tuple[str, Any]]:
+        """Return by name what was returned and all that the function could change."""
+        return [("output", out), *self._twins, *_references(self._arrays[0])]
+
+    def left_of_call(self, out: Any) -> list[tuple[str, Any]]:
+        """Return the same of the caller's own objects."""
+        return [("output", out), *self._originals, *_references(self._arrays[1])]
 
 
 def _references(arrays: Sequence[Any]) -> list[tuple[str, Any]]:
     return [("a mutable array", array[...]) for array in arrays if _compat_jit.is_reference(array)]
-
-
-def _own(value: Any) -> Any:
-    if _compat_jit.is_reference(value):
-        return jax.new_ref(value[...]) if isinstance(value, jax.Ref) else value.copy()
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, jax.Array) and not jax.numpy.issubdtype(value.dtype, jax.dtypes.extended):
-        return jax.numpy.array(value, copy=True)
-    return value

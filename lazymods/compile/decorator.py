@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 from lazymods.compile.function import JitFunction
+from lazymods.compile.refusals import refuse_uncallable
 
 
 @overload
@@ -72,6 +73,7 @@ def jit(
         how many compiled signatures it keeps, see :func:`set_cache_size`.
 
     Raises:
+        ArgumentError: If ``function`` can't be called.
         ConfigurationError: If ``static_argnames`` names no parameter.
         ValueError: If ``max_paths`` is less than 1.
         LazyError: At a call: it writes to an argument that it can't write to. With ``check``: the first difference
@@ -95,6 +97,9 @@ def jit(
     if max_paths < 1:
         raise ValueError(f"a function has at least 1 path, got max_paths={max_paths}")
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-    if function is None:
-        return lambda function: JitFunction(function, donate_state, names, max_paths, check)
-    return JitFunction(function, donate_state, names, max_paths, check)
+
+    def compiled(function: Any) -> JitFunction:
+        refuse_uncallable("lm.jit", function)
+        return JitFunction(function, donate_state, names, max_paths, check)
+
+    return compiled if function is None else compiled(function)

@@ -30,6 +30,7 @@ def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), *
         Bytes for ``jax.export.deserialize``. Its ``call`` takes the arguments that are no nnx objects.
 
     Raises:
+        ArgumentError: If ``fn_or_module`` can't be called, or an argument is no input.
         LazyError: If flatbuffers is not installed, or the function returns an nnx object.
 
     Example:
@@ -42,7 +43,7 @@ def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), *
     """
     from jax import export as jax_export  # jax imports it on request only
 
-    function = staged(fn_or_module)
+    function = staged(fn_or_module, "lm.export")
     with function.traced(args, kwargs) as (program, call):
         inputs = call.inputs
         leaves = [call.leaves[n] for n in program.leaf_numbers(inputs)]

@@ -65,9 +65,14 @@ _TRACE, _EVAL, _FLAX = _compat_jit.TRACE, _compat_jit.EVAL, _compat_jit.FLAX
 _UNLOCKED = contextlib.nullcontext()
 
 
-def _has_tracer(error: Exception) -> bool:
-    """Whether what the function has raised tells of an array: ``raise Diverged(loss)``."""
-    return holds_tracer((error.args, vars(error)))
+def _has_tracer(error: BaseException) -> bool:
+    """Whether what the function has raised tells of an array: ``raise Diverged(loss)``, or an error that follows it."""
+    chain: list[BaseException] = [error]
+    for one in chain:
+        if holds_tracer((one.args, vars(one))):
+            return True
+        chain += [e for e in (one.__cause__, one.__context__) if e is not None and e not in chain]
+    return False
 
 
 class JitFunction(Staged):
@@ -187,6 +192,10 @@ class JitFunction(Staged):
             return self._call_inside(arguments, args, kwargs)
         if self._check:
             return self._checked(arguments, args, kwargs)
+        return self._executed(arguments, args, kwargs)
+
+    def _executed(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do a call around which no trace is running; what it raises holds values."""
         try:
             return self._call_outside(arguments, args, kwargs)
         except Exception as error:
@@ -203,7 +212,7 @@ class JitFunction(Staged):
                 with contextlib.suppress(*NOT_TRACEABLE):
                     self.sized(arguments, call)
                 call = self._bind(arguments, whole=True)
-            run = functools.partial(self._call_outside, arguments, args, kwargs)
+            run = functools.partial(self._executed, arguments, args, kwargs)
             return checked(self.name, self._function, arguments, call, self._captures.attributes(), run)
         except BaseException:
             if before is not None:
@@ -211,7 +220,7 @@ class JitFunction(Staged):
             raise
 
     def _call_outside(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do a call around which no trace is running."""
+        """Do a call; the error of a trace may hold what is no value."""
         before: Snapshot | None = None
         try:
             with self._lock:
@@ -274,10 +283,13 @@ class JitFunction(Staged):
             call = self._bind(arguments)
             plan: Plan | None = None
             if not call.lazy:
-                with contextlib.suppress(*NOT_TRACEABLE):
+                try:
                     plan, call = self._plan(arguments, call)
+                except Exception as error:
+                    if not isinstance(error, NOT_TRACEABLE) and not _has_tracer(error):
+                        raise
         if plan is None or plan.branches:
-            return self._function(*args, **kwargs)
+            return self._plainly(arguments, args, kwargs)
         record, outputs = self._run(plan, call, arguments)
         return self.replay(record, outputs, call, plan)
 

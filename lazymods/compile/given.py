@@ -16,7 +16,7 @@ import jax
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem
 from lazymods._snapshot import is_same, refill
-from lazymods.compile.picture import contents_of
+from lazymods.compile.picture import contents_of, put_item
 from lazymods.compile.tokens import Kind, kind_of_type
 
 _SORTED = (dict, collections.defaultdict)  # by JAX, when it takes them apart
@@ -96,6 +96,39 @@ def fresh(value: Any) -> Any:
     return cls(map(fresh, value)) if cls is list or cls is tuple else value
 
 
+def with_sharing(original: Any, twin: Any, of: Callable[[Any], Any], known: dict[int, Any]) -> Any:
+    """Return a pytree that JAX has built anew with one object wherever the original has one.
+
+    Args:
+        original: What the pytree is a copy of.
+        twin: The pytree, whose containers are changed.
+        of: Returns what stands for an object that has a copy elsewhere; itself for all others.
+        known: By id of what the original holds, what stands for it; this is added to.
+    """
+    parts = _children(original)
+    if parts is None:
+        return twin
+    if id(original) not in known:
+        elsewhere = of(original) if kind_of_type(type(original)) >= Kind.OBJECT else original  # others have no identity
+        known[id(original)] = twin if elsewhere is original else elsewhere
+        if elsewhere is original:
+            own = list(_children(twin) or ())
+            new = [with_sharing(part, at, of, known) for (_, part), (_, at) in zip(parts, own, strict=True)]
+            known[id(original)] = _with_parts(twin, own, new)
+    return known[id(original)]
+
+
+def _with_parts(value: Any, before: Sequence[tuple[Any, Any]], parts: list[Any]) -> Any:
+    """Let a pytree hold other parts, in JAX's order."""
+    if all(part is own for (_, own), part in zip(before, parts, strict=True)):
+        return value
+    if type(value) is list or type(value) in _SORTED:  # JAX would sort it
+        for (key, _), part in zip(before, parts, strict=True):
+            put_item(value, key, part)
+        return value
+    return jax.tree.structure(value, is_leaf=lambda v: v is not value).unflatten(parts)
+
+
 class Given:
     """The containers among the arguments of one call, in a fixed order, and what they held.
 
@@ -104,11 +137,13 @@ class Given:
         kwargs: The keyword arguments.
 
     Attributes:
+        of: The arguments, and the keyword arguments.
         things: The dicts and lists. One that is in two places stands here twice, as the function gets two.
         contents: What each of them held.
     """
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        self.of = (args, kwargs)
         self.things: list[Any] = []
         self.contents: list[Any] = []
         self._paths: list[str] = []

@@ -6,6 +6,7 @@ from typing import Any
 
 from lazymods.compile.decorator import jit
 from lazymods.compile.function import JitFunction
+from lazymods.compile.refusals import refuse_uncallable
 from lazymods.compile.stages import Lowered as Lowered
 
 
@@ -16,6 +17,9 @@ def lower(fn: Any, *args: Any, **kwargs: Any) -> Lowered:
         fn: A function, a module, or what :func:`lazymods.jit` returned.
         *args: Its arguments; ``jax.ShapeDtypeStruct`` will do for arrays.
         **kwargs: Its keyword arguments.
+
+    Raises:
+        ArgumentError: If ``fn`` can't be called, or an argument is no input.
 
     Returns:
         An object with ``jaxpr``, ``stablehlo``, ``hlo`` (optimized), ``cost``, ``memory`` and ``dot``.
@@ -28,9 +32,10 @@ def lower(fn: Any, *args: Any, **kwargs: Any) -> Lowered:
         >>> low.stablehlo.count("stablehlo.dot_general"), low.dot.split()[0]
         (1, 'digraph')
     """
-    return staged(fn).lower(*args, **kwargs)
+    return staged(fn, "lm.lower").lower(*args, **kwargs)
 
 
-def staged(fn: Any) -> JitFunction:
-    """Return a function as one that can be traced, lowered and compiled."""
+def staged(fn: Any, where: str) -> JitFunction:
+    """Return a function as one that can be traced, lowered and compiled, for whom ``where`` names."""
+    refuse_uncallable(where, fn)
     return fn if isinstance(fn, JitFunction) else jit(fn)

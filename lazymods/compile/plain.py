@@ -13,6 +13,7 @@ from flax import nnx
 
 from lazymods._compat.finding import problem, tell
 from lazymods._errors import NOT_TRACEABLE, MissingNameError
+from lazymods.compile.refusals import refuse_uncallable
 
 _missing = ""  # what, in the words of Python
 
@@ -47,10 +48,16 @@ def jit(
         check: There is nothing to compare.
 
     Raises:
+        ArgumentError: If ``function`` can't be called.
         MissingNameError: At a call, where Python decides on the value of an array.
     """
     if function is None:
-        return functools.partial(jit, static_argnames=static_argnames)
+        return lambda function: _compiled(function, static_argnames)
+    return _compiled(function, static_argnames)
+
+
+def _compiled(function: Any, static_argnames: str | Sequence[str]) -> Any:
+    refuse_uncallable("lm.jit", function)
     is_module = isinstance(function, nnx.Module)
     compiled = nnx.jit(_call if is_module else function, static_argnames=static_argnames)
     given = (function,) if is_module else ()

@@ -20,6 +20,7 @@ from jax.core import eval_jaxpr
 
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
+from lazymods._compat import tracing
 from lazymods.compile.metrics import COUNTS
 from lazymods.compile.records import Record
 from lazymods.compile.trace import Body, is_beside
@@ -73,7 +74,8 @@ class Tape:
             for number, value in zip(self._adopted, inputs[len(self._inputs) :], strict=True):
                 consts[number] = value
             inputs = [given[n] if n in given else _zeros(v.aval) for n, v in enumerate(self._jaxpr.invars)]
-        out = eval_jaxpr(self._jaxpr, consts, *inputs)
+        with tracing.public_errors():  # jax runs it without compiling, to tell where a nan came from
+            out = eval_jaxpr(self._jaxpr, consts, *inputs)
         return [out[i] for i in self._outputs]
 
 

@@ -53,6 +53,23 @@ def used_up(where: str, value: Any) -> ArgumentError:
     return ArgumentError(Problem(where, _article(type(value).__name__), needed, _line(value)))
 
 
+def refuse_uncallable(where: str, value: Any) -> None:
+    """Refuse what is to be made a function of and is none, when it is given and not when it is called.
+
+    Args:
+        where: What it was given to.
+        value: It.
+
+    Raises:
+        ArgumentError: If it can't be called.
+    """
+    if not callable(value):
+        got = "an array" if isinstance(value, (jax.Array, np.ndarray)) else _article(type(value).__name__)
+        needed = "what can be called: a function, a method, or a module with a __call__"
+        write = "the function itself, and not what it returned; options by their names"
+        raise ArgumentError(Problem(where, got, needed, write))
+
+
 def reason_against(value: Any) -> Exception | None:
     """Return why JAX refuses a number or an array that is none of its own; None if it takes it."""
     try:

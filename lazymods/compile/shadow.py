@@ -3,8 +3,9 @@
 :func:`compare` walks both sides at once and raises at the first place where they differ. What is counted or chosen
 is compared exactly: classes, names and their order, metadata, static values by type and value, which places share an
 object, shapes, dtypes, integers, booleans and random keys. Floats in arrays are compared to rounding, since a compiled
-program may fuse and reorder them: ``ROUNDING`` in :mod:`lazymods.compile.shadow_values` says how far. What has no
-content that is known, such as an iterator, is only asked for its class, and for ``==`` where the class defines it.
+program may fuse and reorder them: ``ROUNDING`` in :mod:`lazymods.compile.shadow_values` says how far, and where that
+is not enough, runs with noise in the inputs do (:mod:`lazymods.compile.noise`). What has no content that is known, such
+as an iterator, is only asked for its class, and for ``==`` where the class defines it.
 
 The copy must keep the order of attributes: ``copy.deepcopy`` of an ``nnx.Module`` sorts them (flax 0.12.8 and 0.12.12).
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import collections
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from lazymods.compile.picture import held_by
 from lazymods.compile.shadow_values import (
     Name,
     class_of,
+    is_identical,
     is_value,
     listed,
     same_static,
@@ -44,18 +46,26 @@ _WRITE = (
 )
 
 
-def compare(name: str, want: Sequence[tuple[str, Any]], got: Sequence[tuple[str, Any]]) -> None:
+Named = Sequence[tuple[str, Any]]  # objects by a label, such as ``"output"`` or ``"argument model"``
+
+
+def compare(
+    name: str, want: Named, got: Named, noisy: Callable[[], Sequence[Named]] = tuple
+) -> None:
     """Compare what a plain run and a compiled run gave and left behind.
 
     Args:
         name: The function, for the message.
-        want: Pairs of a label, such as ``"output"`` or ``"argument model"``, and an object, of the plain run.
+        want: What the plain run gave and left behind.
         got: The same of the compiled run; its objects are other ones, save for what has no copy.
+        noisy: Returns the same of further plain runs: of one without noise, to see whether that is the same again,
+            and of some with noise in the inputs. Called where a float is further off than rounding allows: it may be
+            as far off as those are, and some more.
 
     Raises:
         LazyError: The first difference, by path.
     """
-    difference = _difference(want, got)
+    difference = _difference(want, got, _Noisy(noisy))
     if difference is not None:
         path, is_now, was = difference
         got_now, needed = f"{is_now}, in the compiled run", f"{was}, as in plain Python"
@@ -66,7 +76,7 @@ Difference = tuple[str, str, str]  # path, what the compiled run has, what plain
 Step = tuple[str, Any, Any]  # path, and what is there on both sides
 
 
-def _difference(want: Sequence[tuple[str, Any]], got: Sequence[tuple[str, Any]]) -> Difference | None:
+def _difference(want: Named, got: Named, noisy: _Noisy) -> Difference | None:
     labels, others = [label for label, _ in want], [label for label, _ in got]
     if labels != others:
         return "arguments and results", listed(others), listed(labels)
@@ -79,9 +89,41 @@ def _difference(want: Sequence[tuple[str, Any]], got: Sequence[tuple[str, Any]])
         if found is None and twins.new:
             valued = is_value(a) or is_value(b)
             found = values_differ(a, b) if valued else _look(path, a, b, todo)
+            if found is not None and valued:
+                found = values_differ(a, b, noisy.at(path, a))
         if found is not None:
             return (path, *found)
     return None
+
+
+class _Noisy:
+    """What runs with noise gave, by path; they are done when that is asked for first."""
+
+    def __init__(self, run: Callable[[], Sequence[Named]]) -> None:
+        self._run = run
+        self._found: list[dict[str, Any]] | None = None
+
+    def at(self, path: str, want: Any) -> list[Any]:
+        """Return what those runs have in a place; nothing if one without noise does not have what the first had."""
+        if self._found is None:
+            self._found = [_values_of(one) for one in self._run()]
+        found = [values.get(path) for values in self._found]
+        return found[1:] if found and is_value(found[0]) and is_identical(want, found[0]) else []
+
+
+def _values_of(of_run: Named) -> dict[str, Any]:
+    """Return all numbers and arrays by path."""
+    found: dict[str, Any] = {}
+    twins = _Twins()
+    todo: list[Step] = [(label, value, value) for label, value in reversed(of_run)]
+    while todo:
+        path, value, _ = todo.pop()
+        twins.differ(path, value, value)
+        if twins.new and is_value(value):
+            found.setdefault(path, value)
+        elif twins.new:
+            _look(path, value, value, todo)
+    return found
 
 
 class _Twins:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from jax.core import Tracer
 from lazymods import _compat
 from lazymods._compat import tracing
 from lazymods._errors import describe, short_dtype
-from lazymods.compile.tokens import Same, token
+from lazymods.compile.tokens import Kind, Same, kind_of, token
 
 
 class Rounding(NamedTuple):
@@ -33,6 +33,8 @@ ROUNDING = {
 }
 """By the dtype of an array, or of the parts of its complex numbers. ``least`` is the rounding of numbers around 1: what
 should cancel to 0 does not quite. The two short ones leave room for the excess precision that XLA keeps."""
+
+_BEYOND = 16  # so many times as far as with noise in the inputs may a float be off
 
 _NARROW = Rounding(0.25, 0.25, 0.25)  # floats of 8 bits and less
 
@@ -65,7 +67,7 @@ def same_static(a: Any, b: Any) -> bool:
     if isinstance(a, frozenset):
         return sets_differ(a, b) is None
     if isinstance(a, float):
-        return token(a) == token(b) or (a != a and b != b)
+        return float.hex(a) == float.hex(b)  # also of a class of the user's; every nan is one
     known = token(a)
     if not isinstance(known, Same):
         return known == token(b)
@@ -107,47 +109,62 @@ def _in_set(value: Any) -> Any:
 def is_value(value: Any) -> bool:
     """Whether a value is a number or an array."""
     kinds = (bool, int, float, complex, np.generic, np.ndarray, jax.Array, Tracer)
-    return isinstance(value, (*kinds, *_compat.REFERENCES))
+    return isinstance(value, (*kinds, *_compat.REFERENCES)) or _is_empty(value)
 
 
-def values_differ(want: Any, got: Any) -> tuple[str, str] | None:
-    """Say what is there instead of a number or array, if it is another one."""
+def _is_empty(value: Any) -> bool:
+    """Whether a value is of the type of gradients of integers, of which JAX has arrays of two classes."""
+    is_array = kind_of(value) is Kind.ARRAY and not isinstance(value, jax.ShapeDtypeStruct)
+    return is_array and value.dtype == jax.dtypes.float0
+
+
+def values_differ(want: Any, got: Any, near: Sequence[Any] = ()) -> tuple[str, str] | None:
+    """Say what is there instead of a number or array, if it is another one; ``near`` it are results with noise."""
     want, got = _known(want), _known(got)
     mutable = isinstance(want, _compat.REFERENCES)
     if not is_value(want) or not is_value(got) or mutable != isinstance(got, _compat.REFERENCES):
         return class_of(got), class_of(want)
     if mutable:
         want, got = want[...], got[...]
+        near = [value[...] for value in near if isinstance(value, _compat.REFERENCES)]
     if isinstance(want, Tracer) or isinstance(got, Tracer):
         return None if isinstance(want, Tracer) else ("a tracer, which has no value any more", shown(want))
     if isinstance(want, jax.Array) and isinstance(got, jax.Array):
-        return _arrays_differ(want, got, weak=True)
+        return _arrays_differ(want, got, near, weak=True)
     if isinstance(got, jax.Array):
         try:
-            return _arrays_differ(jnp.asarray(want), got, weak=False)
+            return _arrays_differ(jnp.asarray(want), got, near, weak=False)
         except (TypeError, OverflowError):  # no array of JAX can be that
             return shown(got), shown(want)
     if type(want) is not type(got):
         return f"{class_of(got)} {shown(got)}", f"{class_of(want)} {shown(want)}"
     if isinstance(want, (np.ndarray, np.generic)):
-        return _arrays_differ(want, got, weak=False)
-    if same_static(want, got) or (want != got and isinstance(want, (float, complex)) and _round_alike(want, got)):
+        return _arrays_differ(want, got, near, weak=False)
+    if same_static(want, got) or (want != got and isinstance(want, (float, complex)) and _round_alike(want, got, near)):
         return None
     return shown(got), shown(want)
 
 
-def _round_alike(want: complex, got: complex) -> bool:
+def is_identical(a: Any, b: Any) -> bool:
+    """Whether two numbers or arrays, such as have no tracers inside, are the same to the last place."""
+    a, b = (np.asarray(value[...] if isinstance(value, _compat.REFERENCES) else value) for value in (a, b))
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def _round_alike(want: complex, got: complex, near: Sequence[Any]) -> bool:
     """Whether two numbers of Python may be one array of JAX, rounded differently: ``float(loss)``."""
-    return bool(_close(np.asarray(want), np.asarray(got), "float32"))
+    return bool(_close(np.asarray(want), np.asarray(got), "float32", near))
 
 
 def _known(value: Any) -> Any:
-    """Return the value of a lazy tensor; a recording that has ended, as that of a decision, left none."""
+    """Return what is compared: the value of a lazy tensor; a recording that has ended, as of a decision, left none."""
+    if _is_empty(value) and not isinstance(value, Tracer):
+        return np.zeros(value.shape, jax.dtypes.float0)
     recorded = isinstance(value, tracing.Recorded) and value.recorder.is_valid()
     return value.now("comparison") if recorded else value
 
 
-def _arrays_differ(want: Any, got: Any, *, weak: bool) -> tuple[str, str] | None:
+def _arrays_differ(want: Any, got: Any, near: Sequence[Any], *, weak: bool) -> tuple[str, str] | None:
     if want.shape != got.shape or want.dtype != got.dtype:
         return describe(got), describe(want)
     loose, was_loose = _is_weak(got), _is_weak(want)
@@ -159,7 +176,7 @@ def _arrays_differ(want: Any, got: Any, *, weak: bool) -> tuple[str, str] | None
         return None if gone and was_gone else _states(gone, got, want)
     if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
         want, got = jax.random.key_data(want), jax.random.key_data(got)
-    return _numbers_differ(np.asarray(want), np.asarray(got))
+    return _numbers_differ(np.asarray(want), np.asarray(got), near)
 
 
 def _is_weak(array: Any) -> bool:
@@ -175,7 +192,7 @@ def _states(gone: bool, got: Any, want: Any) -> tuple[str, str]:
     return f"{describe(got)}, {said[gone]}", f"{describe(want)}, {said[not gone]}"
 
 
-def _numbers_differ(want: np.ndarray, got: np.ndarray) -> tuple[str, str] | None:
+def _numbers_differ(want: np.ndarray, got: np.ndarray, near: Sequence[Any]) -> tuple[str, str] | None:
     kind, objects = want.dtype, want.dtype.kind == "O"
     if kind == jax.dtypes.float0 or want.size == 0:
         return None
@@ -183,7 +200,7 @@ def _numbers_differ(want: np.ndarray, got: np.ndarray) -> tuple[str, str] | None
         wrong = np.array([not same_static(a, b) for a, b in zip(want.flat, got.flat, strict=True)])
         wrong = wrong.reshape(want.shape)
     elif jnp.issubdtype(kind, jnp.inexact):
-        wrong = ~_close(want, got, short=str(np.finfo(kind).dtype) if kind.kind == "c" else kind.name)
+        wrong = ~_close(want, got, str(np.finfo(kind).dtype) if kind.kind == "c" else kind.name, near)
     else:
         wrong = np.asarray(want != got).reshape(want.shape)
     if not wrong.any():
@@ -195,7 +212,7 @@ def _numbers_differ(want: np.ndarray, got: np.ndarray) -> tuple[str, str] | None
     return f"{named} {got[place]}{at}{many}", f"{want[place]}{at}"
 
 
-def _close(want: np.ndarray, got: np.ndarray, short: str) -> np.ndarray:
+def _close(want: np.ndarray, got: np.ndarray, short: str, near: Sequence[Any]) -> np.ndarray:
     """Return where floats are equal to rounding; infinities and nans are equal to themselves."""
     allowed = ROUNDING.get(short, _NARROW)
     wide = np.complex128 if want.dtype.kind == "c" else np.float64
@@ -207,7 +224,20 @@ def _close(want: np.ndarray, got: np.ndarray, short: str) -> np.ndarray:
         finite, special = np.isfinite(a) & np.isfinite(b), _same_special(a, b)
     size = np.abs(np.where(finite, a, 0))
     room = allowed.each * size + allowed.most * size.max() + allowed.least
+    room = np.maximum(room, _BEYOND * _spread(a, near))
     return np.where(finite, np.abs(np.where(finite, a, 0) - np.where(finite, b, 0)) <= room, special)
+
+
+def _spread(want: np.ndarray, near: Sequence[Any]) -> np.ndarray:
+    """Return how far results with noise are off; where that is little by chance, as far as in half of the array."""
+    spread = np.zeros(want.shape)
+    for value in filter(is_value, near):
+        other = np.asarray(_known(value))
+        if other.shape == want.shape and jnp.issubdtype(other.dtype, np.inexact):
+            with np.errstate(all="ignore"):
+                found = np.abs(other.astype(want.dtype) - want)
+            spread = np.maximum(spread, np.where(np.isfinite(found), found, 0))
+    return np.maximum(spread, np.median(spread))
 
 
 def _same_special(a: np.ndarray, b: np.ndarray) -> np.ndarray:

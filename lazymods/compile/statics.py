@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import types
 from collections.abc import AsyncIterator, Awaitable, Iterator
@@ -44,14 +45,17 @@ def refuse_result(value: Any, why: str) -> LazyError:
 
 
 def holds_tracer(value: Any) -> bool:
-    """Whether a tracer is anywhere inside a function or object: in its cells, defaults, attributes, items."""
+    """Whether a tracer is anywhere inside a function or object: in its cells, defaults, attributes, items.
+
+    All of it is looked at, the nearest first; what the garbage collector does not track holds nothing.
+    """
     seen: set[int] = set()
-    waiting = [value]
+    waiting = collections.deque([value])
     while waiting:
-        thing = waiting.pop()
+        thing = waiting.popleft()
         if isinstance(thing, Tracer):
             return True
-        if id(thing) in seen or isinstance(thing, _SKIPPED) or len(seen) > 10_000:
+        if id(thing) in seen or isinstance(thing, _SKIPPED) or not gc.is_tracked(thing):
             continue
         seen.add(id(thing))
         if isinstance(thing, types.FunctionType):  # and not its globals, where everything is

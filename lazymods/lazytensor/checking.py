@@ -88,6 +88,11 @@ class CheckedSession(Session):
         if found is not None:
             raise LazyError(Problem(str(kind), f"{found[0]}, of the block", f"{found[1]}, as without it", _WRITE))
 
+    def prepare(self, operands: Sequence[Any]) -> None:
+        """Have what executing an operator takes: of operands with effects that is the value."""
+        for operand in operands:
+            self._plain(operand)
+
     def confirm(self, name: str, known: Any, found: Any) -> None:
         """Refuse what the short way of an operator would record, if that is not what JAX does."""
         if found != known:

@@ -18,6 +18,7 @@ import jax
 from flax import nnx
 
 from lazymods._errors import LazyError, Problem
+from lazymods.compile.refusals import refuse_uncallable
 from lazymods.lazytensor import reach
 from lazymods.lazytensor.reach import Looked, UnknownError, is_input, is_object
 
@@ -49,6 +50,7 @@ def value_and_grad(f: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = F
         A function of the same arguments that returns ``(value, gradients)``.
 
     Raises:
+        ArgumentError: ``f`` can't be called.
         LazyError: ``f`` added attributes to a module or removed some.
 
     Example:
@@ -62,6 +64,7 @@ def value_and_grad(f: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = F
         >>> grads["kernel"].shape
         (2, 1)
     """
+    refuse_uncallable("lm.lazytensor.value_and_grad", f)
 
     @functools.wraps(f)
     def compute(*args: Any, **kwargs: Any) -> Any:

@@ -88,6 +88,7 @@ def _unary(name: str, slow: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _learn(key: Any, slow: Callable[[], Any], *orders: Sequence[Any]) -> Any:
     """Do it as jax does, and remember what it became if that was one operation of operands in one of these orders."""
     session: Session = orders[0][0].recording
+    session.prepare(orders[0])
     before = len(session.pending)
     result = slow()
     found = None

@@ -11,8 +11,9 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import itertools
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ import numpy as np
 from flax import nnx
 
 from lazymods._graph import attributes, nodes
+from lazymods.compile.reached import MISSING, names_in_callable, parts_of_callable
 from lazymods.compile.tokens import Same, token
 
 # Modules whose functions give the same whenever they are called with the same.
@@ -79,7 +81,7 @@ def look(value: Any, above: tuple[int, ...] = ()) -> Looked:
         return _joined("tuple", [look(v, above) for v in value], tuple)
     if isinstance(value, types.FunctionType) and not _is_pure(value):
         return _function(value, above)
-    key = fixed(value, above)
+    key = fixed(value)  # what it reaches is as it is, also if that is above here, where it is made anew
     return Looked(key, None, lambda _: value)
 
 
@@ -91,6 +93,8 @@ def _joined(name: str, parts: list[Looked], make: Callable[[list[Any]], Any]) ->
 
 
 def _partial(value: functools.partial[Any], above: tuple[int, ...]) -> Looked:
+    if vars(value):
+        raise UnknownError
     count, names = len(value.args), tuple(value.keywords)
     parts = [look(v, above) for v in (value.func, *value.args, *value.keywords.values())]
 
@@ -102,30 +106,40 @@ def _partial(value: functools.partial[Any], above: tuple[int, ...]) -> Looked:
 
 
 def _function(f: types.FunctionType, above: tuple[int, ...]) -> Looked:
-    code = f.__code__
-    names = global_names(code)
-    held = [*_cells(f), *[_global(f.__globals__, n) for n in names], *(f.__defaults__ or ())]
-    keywords = f.__kwdefaults__ or {}
-    parts = [look(v, above) for v in (*held, *keywords.values())]
-    cells, ends = len(code.co_freevars), len(code.co_freevars) + len(names)
+    code, names = f.__code__, global_names(f.__code__)
+    parts = [look(v, above) for v in (*_held(f), *[_global(f.__globals__, n) for n in names])]
+    keywords, own = tuple(f.__kwdefaults__ or {}), tuple(vars(f))
 
     def make(made: list[Any]) -> Any:
-        space = {**f.__globals__, **dict(zip(names, made[cells:ends], strict=True))}
-        defaults = None if f.__defaults__ is None else tuple(made[ends : len(held)])
-        again = types.FunctionType(code, space, f.__name__, defaults, tuple(map(types.CellType, made[:cells])))
-        again.__kwdefaults__ = dict(zip(keywords, made[len(held) :], strict=True)) or None  # type: ignore[assignment]
+        waiting = iter(made)
+
+        def some(count: int) -> list[Any]:
+            return [*itertools.islice(waiting, count)]
+
+        cells = tuple(map(types.CellType, some(len(code.co_freevars))))
+        defaults = tuple(some(len(f.__defaults__ or ()))) or None
+        of_keywords, attributes = some(len(keywords)), some(len(own))
+        space = {**f.__globals__, **dict(zip(names, waiting, strict=True))}
+        again = types.FunctionType(code, space, f.__name__, defaults, cells)
+        again.__kwdefaults__ = dict(zip(keywords, of_keywords, strict=True)) or None  # type: ignore[assignment]
+        vars(again).update(zip(own, attributes, strict=True))
         return again
 
     looked = _joined("function", parts, make)
-    return looked._replace(key=(code, len(f.__defaults__ or ()), tuple(keywords), looked.key))
+    return looked._replace(key=(*_shape(f), looked.key))
 
 
-def _cells(f: types.FunctionType) -> Iterator[Any]:
-    for cell in f.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # a name that has no value yet
-            raise UnknownError from None
+def _shape(f: types.FunctionType) -> tuple[Hashable, ...]:
+    """Return the code of a function, and under which names it holds what it holds."""
+    return f.__code__, len(f.__defaults__ or ()), len(f.__kwdefaults__ or {}), tuple(names_in_callable(f))
+
+
+def _held(f: types.FunctionType) -> list[Any]:
+    """Return what a function holds; a name that has no value yet may get any."""
+    held = parts_of_callable(f)
+    if any(v is MISSING for v in held):
+        raise UnknownError
+    return held
 
 
 def _global(space: dict[str, Any], name: str) -> Any:
@@ -180,9 +194,10 @@ def fixed(value: Any, above: tuple[int, ...] = ()) -> Hashable:
     if isinstance(getattr(value, "__wrapped__", None), types.FunctionType) and _is_pure(value):
         return ("wrapped", id(value), value)  # one of jax's own functions
     if isinstance(value, types.FunctionType):
-        keywords = value.__kwdefaults__ or {}
-        parts = [fixed(v, above) for v in (*_cells(value), *(value.__defaults__ or ()), *keywords.values())]
-        return (value.__code__, tuple(keywords), tuple(parts), _fixed_globals(value, above))
+        if id(value) in above:
+            return "again"
+        above = (*above, id(value))
+        return (*_shape(value), *[fixed(v, above) for v in _held(value)], _fixed_globals(value, above))
     if isinstance(value, type):
         return of_class(value, above)
     if isinstance(value, (tuple, frozenset)) and type(value) in (tuple, frozenset):

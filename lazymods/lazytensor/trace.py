@@ -11,16 +11,13 @@ graph of its own.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 
-from lazymods import _compat
 from lazymods._compat import calls, tracing, values
 from lazymods.lazytensor import executor, metrics
 from lazymods.lazytensor.graph import Cell, Graph, Node, graph_of, needed
@@ -51,8 +48,10 @@ class LazyTensor(tracing.Recorded):
     def __format__(self, spec: str) -> str:
         return format(self.now("format"), spec)
 
-    def __reduce__(self) -> Any:
-        return self.now("pickle").__reduce__()
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        make, *rest = self.now("pickle").__reduce_ex__(max(protocol, 2))
+        is_special = make.__name__ == "__newobj__"  # to pickle, which compares the class with ours then
+        return (object.__new__ if is_special else make, *rest)
 
     def __copy__(self) -> Any:
         return self
@@ -209,6 +208,9 @@ class Session:
         if tracing.is_number(_known(cell)):
             cell.value = tracing.executed(cell.value)
         return cell.value
+
+    def prepare(self, operands: Sequence[Any]) -> None:
+        """In check mode, cut the graph now if it has to be for these operands, and not when they are used."""
 
     def confirm(self, name: str, known: Any, found: Any) -> None:
         """In check mode, see that what an operator was known to become is what it became."""
@@ -403,60 +405,12 @@ def session() -> Session | None:
     return found if found is not None and found.depth else None
 
 
-def _of_thread(check: bool) -> Session:
+def session_for(check: bool) -> Session:
     """Return what records this thread; what another one has recorded is computed when it is wanted."""
     known = _THREADS.session
     if known is None or known.checks != check:
         known = _THREADS.session = SESSIONS[check]()
     return known
-
-
-@contextlib.contextmanager
-def lazy(*, max_ops: int | None = None, check: bool = False) -> Iterator[None]:
-    """Record the operations of a block instead of running them; also a decorator.
-
-    What is recorded is cut into programs where Python needs a value, at :func:`mark_step`, and at the end of the
-    outermost block. Inside of a function that ``jax.jit`` or another transform traces it does nothing: that records
-    already. A block that raises leaves what it recorded to be computed when it is wanted.
-
-    Args:
-        max_ops: Operations after which a graph is cut, which bounds the time of a compile; 20,000 if not given.
-        check: Execute every operation at once as well, on values of its own, and compare each value that a cut
-            computes: its type exactly, and floats to rounding. Operations with effects run once, and are not checked.
-            The way to make sure, at more than the price of both. ``LAZYMODS_CHECK=1`` in the environment turns it on
-            for all blocks. In nested blocks the outermost one decides.
-
-    Raises:
-        LazyError: With ``check``: the first operation that gave something else, by name and types.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> import lazymods as lm
-        >>> with lm.lazytensor.lazy():
-        ...     y = jnp.arange(3.0) * 2
-        ...     z = y + 1 if y.sum() > 0 else y - 1
-        >>> z
-        Array([1., 3., 5.], dtype=float32)
-    """
-    running = session()
-    if running is None and not _compat.executing():
-        yield
-        return
-    if running is None:
-        running = _of_thread(check or os.environ.get("LAZYMODS_CHECK") == "1")
-    before, running.max_ops = running.max_ops, max_ops or running.max_ops
-    running.depth += 1
-    try:
-        if running.depth > 1:
-            yield
-        else:
-            values.install()
-            with calls.remembered(), tracing.at(running.trace):
-                yield
-                running.cut()
-    finally:
-        running.depth -= 1
-        running.max_ops = before
 
 
 def mark_step() -> None:

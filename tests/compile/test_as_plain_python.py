@@ -231,6 +231,22 @@ def test_the_check_finds_what_no_program_can_see() -> None:
         f(X)
 
 
+def test_the_check_passes_gradients_of_integers() -> None:
+    def grads(x: jax.Array, n: jax.Array) -> Any:
+        return jax.grad(lambda x, n: (x * n).sum(), argnums=(0, 1), allow_int=True)(x, n)
+
+    def passed_on(x: jax.Array, n: jax.Array, g: Any) -> Any:
+        return [g, *grads(x, n)], x * 2
+
+    x, n = jnp.ones(3), jnp.arange(3)
+    got, empty = lm.jit(grads, check=True)(x, n)
+    np.testing.assert_allclose(got, [0.0, 1.0, 2.0])
+    for given in (empty, np.zeros(3, jax.dtypes.float0)):
+        (first, *_), twice = lm.jit(passed_on, check=True)(x, n, given)
+        assert first.dtype == jax.dtypes.float0
+        np.testing.assert_allclose(twice, 2 * np.ones(3))
+
+
 def test_the_check_passes_what_is_right() -> None:
     model, optimizer = net(), None
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)

@@ -2,6 +2,7 @@
 
 import contextvars
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import flax.errors
@@ -244,11 +245,27 @@ def test_without_jit_python_runs() -> None:
     assert len(runs) == 3
 
 
-def test_debug_nans_reach_the_caller() -> None:
-    log = lm.jit(jnp.log)
-    log(X + 1)
-    with jax.debug_nans(True), pytest.raises(FloatingPointError):
-        log(-X - 1)
+_inner = jax.jit(lambda x: jnp.log(x) * 2)
+WITH_NANS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "one operation": jnp.log,
+    "a function of jax.jit": lambda x: _inner(x),
+    "under vmap": lambda x: jax.vmap(_inner)(x),
+    "under scan": lambda x: jax.lax.scan(lambda c, y: (c, jnp.log(y)), x[0], x)[1],
+    "after a decision": lambda x: jnp.log(x) if x.sum() < 1e9 else x,
+    "after a decision, by jax.jit": lambda x: _inner(x) if x.sum() < 1e9 else x,
+}
+
+
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("f", WITH_NANS.values(), ids=WITH_NANS)
+def test_debug_nans_reach_the_caller(f: Callable[[jax.Array], jax.Array], check: bool) -> None:
+    call = lm.jit(f, check=check)
+    np.testing.assert_allclose(call(X + 1), f(X + 1), rtol=1e-6)
+    with jax.debug_nans(True):
+        for _ in range(2):
+            with pytest.raises(FloatingPointError):
+                call(-X - 1)
+            np.testing.assert_allclose(call(X + 1), f(X + 1), rtol=1e-6)
 
 
 def test_threads_with_one_model_while_one_of_them_traces() -> None:

@@ -17,6 +17,7 @@ import pytest
 from flax import nnx
 
 import lazymods as lm
+from lazymods.compile import plain
 
 X = jnp.arange(6.0).reshape(3, 2)
 
@@ -155,3 +156,29 @@ def test_a_lazy_model_stays_lazy() -> None:
     with pytest.raises(lm.ArgumentError):
         lm.jit(lambda m, x, options: m(x))(model, X, functools.partial(abs))
     assert lm.is_lazy(model)
+
+
+NOT_CALLABLE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "lm.jit": (lm.jit, "lm.jit"),
+    "lm.jit with options": (lm.jit(static_argnames="n", donate_state=True), "lm.jit"),
+    "lm.lower": (lambda f: lm.lower(f, X), "lm.lower"),
+    "lm.export": (lambda f: lm.export(f, X), "lm.export"),
+    "lm.autograd.grad": (lm.autograd.grad, "lm.autograd.grad"),
+    "lm.autograd.value_and_grad": (lm.autograd.value_and_grad, "lm.autograd.value_and_grad"),
+    "lm.lazytensor.value_and_grad": (lm.lazytensor.value_and_grad, "lm.lazytensor.value_and_grad"),
+    "lm.lazytensor.lazy": (lambda f: lm.lazytensor.lazy()(f), "lm.lazytensor.lazy"),
+    "lm.jit without what it needs": (plain.jit, "lm.jit"),
+}
+
+
+@pytest.mark.parametrize(("decorate", "where"), NOT_CALLABLE.values(), ids=NOT_CALLABLE)
+def test_what_can_not_be_called_is_refused_at_once(decorate: Callable[[Any], Any], where: str) -> None:
+    for value, got in ((3, "an int"), ("f", "a str"), (X, "an array"), (nnx.Module(), "a Module")):
+        with pytest.raises(lm.ArgumentError) as caught:
+            decorate(value)
+        assert str(caught.value) == (
+            f"{where}\n"
+            f"  got:    {got}\n"
+            "  needed: what can be called: a function, a method, or a module with a __call__\n"
+            "  write:  the function itself, and not what it returned; options by their names"
+        )

@@ -30,6 +30,10 @@ class Plain:
     items: Any = dataclasses.field(default_factory=list)
 
 
+class Loss(float):
+    pass
+
+
 class Slotted:
     __slots__ = ("a", "b")
 
@@ -81,6 +85,7 @@ EQUAL: dict[str, Callable[[], Any]] = {
     "key": lambda: jax.random.key(1),
     "keys in a dict": lambda: {"k": jax.random.split(jax.random.key(1))},
     "numbers": lambda: (1, 1.0, True, 1j, float("nan"), -0.0, None, "a", b"b", ...),
+    "numbers of a class": lambda: [Loss(3.0), Loss("nan"), Loss(-0.0), {Loss(1.0): 1}],
     "numpy": lambda: [np.float32(1.5), np.arange(3), np.array(["a", None], object), np.zeros(2, jax.dtypes.float0)],
     "narrow": lambda: [jnp.ones(2, jnp.bfloat16), jnp.ones(2, jnp.float8_e4m3fn), jnp.ones(2, jnp.int4)],
     "special": lambda: jnp.array([jnp.nan, jnp.inf, -jnp.inf, 1.0]),
@@ -159,6 +164,9 @@ DIFFERENT: dict[str, tuple[Callable[[], tuple[Any, Any]], str]] = {
     "int and float": (lambda: (1, 1.0), "output (f)"),
     "int and bool": (lambda: ({"a": [1]}, {"a": [True]}), "output['a'][0] (f)"),
     "zeros": (lambda: (0.0, -0.0), "-0.0"),
+    "zeros of a class": (lambda: (Loss(0.0), Loss(-0.0)), "-0.0"),
+    "number of a class": (lambda: (Loss(1.0), Loss(2.0)), "2.0"),
+    "number of no class": (lambda: (Loss(1.0), 1.0), "float"),
     "key of a dict": (lambda: ({1: 0}, {1.0: 0}), "1.0 more"),
     "length": (lambda: ([1, 2], [1]), "1 items"),
     "number": (lambda: (1.0, 1.0 + 1e-3), "output (f)"),

@@ -172,6 +172,26 @@ def test_effects_run_once() -> None:
     assert sorted(seen) == [-1, 3]
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(
+    "use", [lambda y: y * 2.0, lambda y: 1.0 + y, lambda y: -y, lambda y: y**2, lambda y: y * y, lambda y: y > 1]
+)
+def test_operators_on_what_has_effects(use: Callable[[Any], Any], ordered: bool) -> None:
+    runs: list[int] = []
+
+    def asked(x: jax.Array) -> Any:
+        kind = jax.ShapeDtypeStruct((), jnp.float32)
+        return io_callback(lambda v: (runs.append(1), np.float32(v.sum()))[1], kind, x, ordered=ordered)
+
+    want = use(jnp.float32(3.0))
+    with lazytensor.lazy():
+        use(jnp.ones(()) * 2)  # from here on it is known what the operator becomes
+    with lazytensor.lazy(check=True):
+        got = [use(asked(jnp.ones(3))) for _ in range(2)]
+    np.testing.assert_allclose(got, [want, want])
+    assert len(runs) == 2
+
+
 def test_it_can_be_turned_on_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "compiled", spoiled(lambda v: v + 1))
     run(check=False)

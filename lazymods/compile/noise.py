@@ -1,0 +1,59 @@
+"""Arrays of their own for runs in plain Python, and such with noise in the last place.
+
+How far a result may be off by rounding depends on the function: Adam divides a gradient by its own size, so one that is
+0 but for rounding moves a weight by any part of a step. No tolerance is right for that, but it can be measured: a run
+whose inputs differ in the last place gives about what another order of the same operations would give.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lazymods._compat import jit as _compat_jit
+
+
+def own(value: Any) -> Any:
+    """Return a copy of an array, which nobody else writes to or donates; other values as they are."""
+    if _compat_jit.is_reference(value):
+        return jax.new_ref(value[...]) if isinstance(value, jax.Ref) else value.copy()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, jax.Array) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return jnp.array(value, copy=True)
+    return value
+
+
+class Noise:
+    """Makes what :func:`own` makes, with each float moved up or down by its last place.
+
+    Whole numbers stay: a mask, a count, a class are meant, and a function may ask which one it is.
+
+    Args:
+        seed: Of the random directions.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+
+    def __call__(self, value: Any) -> Any:
+        """Return a copy of an array with noise; other values as they are."""
+        found = own(value)
+        if _compat_jit.is_reference(found):
+            found[...] = self._moved(found[...])
+            return found
+        return self._moved(found) if isinstance(found, (np.ndarray, jax.Array)) else found
+
+    def _moved(self, array: Any) -> Any:
+        if not jnp.issubdtype(array.dtype, np.inexact) or array.dtype.itemsize < 2 or getattr(array, "weak_type", 0):
+            return array
+        if isinstance(array, jax.Array) and len(array.devices()) > 1:
+            return array
+        old = np.asarray(array)
+        directions = self._random.choice((-1.0, 1.0), old.shape) * float(jnp.finfo(old.dtype).eps)
+        with np.errstate(all="ignore"):  # of the largest number, of nan
+            new = np.where(old == np.round(old), old, old * (1 + directions)).astype(old.dtype)
+        return new if isinstance(array, np.ndarray) else jax.device_put(new, array.sharding)
