@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from lazymods import _compat
-from lazymods._recipe import Shape
+from lazymods._stacking import Shape
 
 
 def returned_instead(init: Callable[..., Any], shape: Shape, dtype: Any) -> Any:

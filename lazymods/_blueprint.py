@@ -28,7 +28,8 @@ from lazymods._arguments import as_call
 from lazymods._errors import ConfigurationError, Problem, describe
 from lazymods._graph import dotted
 from lazymods._out_of_sight import holds_tracers
-from lazymods._recipe import Shape, is_key
+from lazymods._stacking import Shape
+from lazymods.init.keys import is_key
 
 Path = tuple[Any, ...]
 

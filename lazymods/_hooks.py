@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from lazymods import _compat, _first_call, _lifecycle
-from lazymods._graph import HOOKS, STATE
-from lazymods._hooked import hooks_of
+from lazymods._graph import HOOKS, STATE, hooks_of
 
 _ids = itertools.count()
 _LOCK = _lifecycle.LOCK  # a module's hooks and its class change together, as when a lazy layer becomes its class

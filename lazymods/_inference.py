@@ -17,10 +17,11 @@ from lazymods._errors import LazyError, located, relocate
 from lazymods._graph import STATE, Path, dotted
 from lazymods._merging import put
 from lazymods._placeholder import UninitializedVariable
-from lazymods._recipe import Recipe, is_key
+from lazymods._recipe import Recipe
 from lazymods._report import ShapeReport, report_of
 from lazymods._session import Session, Visit
 from lazymods._snapshot import Snapshot
+from lazymods.init.keys import is_key
 
 
 def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:

@@ -181,7 +181,8 @@ class Drawing:
         self._plan = self._planned() if self._places and _compat.executing() else None
 
     def _planned(self) -> Any:
-        from lazymods import init  # on first use: a model that is loaded never draws
+        from lazymods._requests import request  # on first use: a model that is loaded never draws
+        from lazymods.init.fill import Plan
 
         known: dict[int, Any] = {}
         requests, alive = [], []
@@ -189,8 +190,8 @@ class Drawing:
             blueprint, own = self.layers[i]
             recipe = own[path].recipe
             alive.append(recipe.keys)  # known has their identities
-            requests.append(init.request(blueprint, blueprint.slots[path], alive[-1], recipe.dtype, known))
-        return init.Plan(requests, self._calling)
+            requests.append(request(blueprint, blueprint.slots[path], alive[-1], recipe.dtype, known))
+        return Plan(requests, self._calling)
 
     def describe(self) -> tuple[dict[int, str], int]:
         """Say how each value is made, by the id of its placeholder; and how many kernels draw."""

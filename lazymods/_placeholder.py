@@ -32,7 +32,8 @@ from lazymods._errors import (
     describe,
     one_line,
 )
-from lazymods._recipe import InitSource, PartialShape, Recipe, Shape
+from lazymods._recipe import InitSource, PartialShape, Recipe
+from lazymods._stacking import Shape
 
 SIZE_LINE = "model(x), or lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype)), first"
 

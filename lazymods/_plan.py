@@ -24,6 +24,7 @@ class Plan:
         entries: Methods that may be called first; each turns its arguments into those of the forward.
         wraps: The argument whose module is initialized first.
         wrapped_call: From the arguments of the call, those with which the wrapped module is called.
+        materialize: ``materialize(model, *args)``, for a wrapped model that is no lazy layer itself.
         optional: Required arguments that may be None in the lazy class, still by position.
         scales: See :class:`lazymods._spec.LayerSpec`.
     """
@@ -37,6 +38,7 @@ class Plan:
     entries: Mapping[str, Callable[..., Call]] = dataclasses.field(default_factory=dict)
     wraps: str | None = None
     wrapped_call: Callable[..., Call] = lambda *args, **kwargs: (args, kwargs)
+    materialize: Callable[..., Any] | None = None
     optional: tuple[str, ...] = ()
     scales: tuple[str, ...] | None = None
 

@@ -21,6 +21,7 @@ import numpy as np
 from lazymods import _compat, _draws
 from lazymods._errors import Problem, UninitializedError
 from lazymods._stacking import ONE, Shape, Stacking
+from lazymods.init.keys import is_key
 
 PartialShape = tuple["int | None", ...]
 
@@ -50,7 +51,7 @@ class InitSource:
             return jnp.zeros(shape, dtype)
         made = None
         if keys and _compat.executing():
-            from lazymods.init import call_in_blocks  # on first use: a model that is loaded never draws
+            from lazymods.init.fill import call_in_blocks  # on first use: a model that is loaded never draws
 
             made = call_in_blocks(self.init, keys[0], shape, dtype)
         value = self.init(keys[0] if keys else None, shape, dtype) if made is None else made
@@ -91,11 +92,6 @@ class StaticKeys:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StaticKeys:
         return self
-
-
-def is_key(value: Any) -> bool:
-    """Whether a value is an array of random keys."""
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _key_data(a: Any) -> Any:

@@ -32,9 +32,10 @@ from lazymods._errors import (
     one_line,
 )
 from lazymods._graph import HOOKS, STATE, Path, dotted
-from lazymods._recipe import InitSource, Recipe, is_key
+from lazymods._recipe import InitSource, Recipe
 from lazymods.compile.copies import Copies
 from lazymods.compile.picture import Picture
+from lazymods.init.keys import is_key
 
 INDEX = _compat.own_name("index")
 

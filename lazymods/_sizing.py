@@ -56,10 +56,9 @@ def _initialize_wrapped(layer: Any, plan: Plan, args: tuple[Any, ...], kwargs: d
         args, kwargs = jax.tree.map(_zeros, (args, kwargs))
         inner(*args, **kwargs)
     else:
-        from lazymods._inference import materialize  # it needs this module
-
+        assert plan.materialize is not None  # whoever wraps gives it
         try:
-            materialize(inner, *args, **kwargs)
+            plan.materialize(inner, *args, **kwargs)
         except LazyError as error:
             raise relocate(error, lambda p: f"{plan.wraps}.{p.where}") from error
 

@@ -32,7 +32,7 @@ from lazymods._blueprint import Blueprint, Path, init_p
 from lazymods._errors import Problem, UninitializedError, check_pickles
 from lazymods._graph import dotted
 from lazymods._placeholder import SIZE_LINE, UninitializedVariable
-from lazymods._recipe import Shape
+from lazymods._stacking import Shape
 from lazymods._template import Sizes, Template, fit
 
 PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)

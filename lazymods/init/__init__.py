@@ -6,8 +6,3 @@ compiles them, ``fill`` plans and assembles arrays. Each program that executing 
 by itself here as well, and only those are taken that come out the same in blocks (``samplers``), so the bits on the
 CPU are Flax's. What is not known to be equal is left to the initializer itself.
 """
-
-from lazymods.init.fill import Plan as Plan
-from lazymods.init.fill import Request as Request
-from lazymods.init.slots import call_in_blocks as call_in_blocks
-from lazymods.init.slots import request as request

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymods import _compat
-from lazymods._recipe import Shape
+from lazymods._stacking import Shape
 from lazymods.init import kernels, samplers
 from lazymods.init.kernels import BLOCK, FEW, MANY
-from lazymods.init.keys import Key
+from lazymods.init.keys import Key, host_value
 from lazymods.init.program import Constant, Drawn, Run, Unit, cast, read
 from lazymods.state import transfer
 
@@ -131,6 +131,14 @@ def _name(request: Request | None) -> str:
     if _compat.is_jax_initializer(init):
         return init.__qualname__.partition(".<locals>")[0]
     return "" if init is None else getattr(init, "__name__", type(init).__name__)
+
+
+def call_in_blocks(init: Callable[..., Any], key: Any, shape: Shape, dtype: Any) -> jax.Array | None:
+    """Return ``init(key, shape, dtype)``; None if that is not known to come out the same in blocks."""
+    data = host_value(key)
+    if not isinstance(data, tuple) or jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        return None
+    return Plan([Request(init, data, shape, np.dtype(dtype), shape, np.dtype(dtype))]).fill()[0]
 
 
 class _Sender:

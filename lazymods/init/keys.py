@@ -5,14 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lazymods import _compat
-from lazymods._recipe import is_key
 
 Key = tuple[int, int]
 _MASK = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def is_key(value: Any) -> bool:
+    """Whether a value is an array of random keys."""
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def host_value(value: Any) -> Key | int | None:

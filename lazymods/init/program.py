@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from lazymods import _compat
-from lazymods._recipe import Shape
+from lazymods._stacking import Shape
 from lazymods.init import scaling
 from lazymods.state import transfer
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lazymods._recipe import Shape
+from lazymods._stacking import Shape
 from lazymods.init.program import Literal, Unit, read
 
 _EXACT = set(

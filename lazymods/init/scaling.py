@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymods import _compat
-from lazymods._recipe import Shape
+from lazymods._stacking import Shape
 
 _ONE = (1,)
 

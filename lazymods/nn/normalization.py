@@ -103,7 +103,9 @@ def _make_wrapper(cls: type, what: str, wrapped_call: Any) -> Any:
     Raises:
         ShapeInferenceError: At the first call, if the wrapped layer's sizes do not follow from the input.
     """
-    plan = Plan(cls, _nothing, (), wraps="layer_instance", wrapped_call=wrapped_call)
+    plan = Plan(
+        cls, _nothing, (), wraps="layer_instance", wrapped_call=wrapped_call, materialize=_materialize_wrapped
+    )
     return make(plan, name=f"Lazy{cls.__name__}", module=__name__, doc=doc)
 
 
@@ -113,6 +115,12 @@ def _all_passed_on(x: Any, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], 
 
 def _input_passed_on(x: Any, *_: Any, **__: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (x,), {}
+
+
+def _materialize_wrapped(model: Any, *args: Any, **kwargs: Any) -> None:
+    from lazymods._inference import materialize  # on first use: most programs wrap nothing
+
+    materialize(model, *args, **kwargs)
 
 
 LazyWeightNorm = _make_wrapper(nnx.WeightNorm, "the scales", _all_passed_on)

@@ -22,9 +22,10 @@ from lazymods import _lifecycle
 from lazymods._blueprint import Blueprint
 from lazymods._graph import STATE, dotted
 from lazymods._placeholder import fits
-from lazymods._recipe import Shape, is_key
 from lazymods._spec import LayerSpec
+from lazymods._stacking import Shape
 from lazymods._structure import decides
+from lazymods.init.keys import is_key
 from lazymods.state.entries import Survey, prefix_of
 
 _MOST = 256  # readings of one constructor, where several sizes are not known

@@ -17,7 +17,7 @@ from flax import nnx
 from lazymods import _graph, _lifecycle
 from lazymods._error_lists import cause_of
 from lazymods._errors import StateDictError, describe
-from lazymods._recipe import is_key
+from lazymods.init.keys import is_key
 from lazymods.state import names
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.opening import read_checkpoint

@@ -1,4 +1,4 @@
-"""``load_state_dict``: everything is checked first, all problems are told together, then everything is written."""
+"""Loading entries: everything is checked first, all problems are told together, then everything is written."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.core import Tracer
 
 from lazymods import _compat, _graph, _held, _lifecycle, _structure
@@ -21,14 +20,13 @@ from lazymods._errors import (
     describe,
     located,
 )
-from lazymods._graph import MAPPING, NODE, STATE, dotted, kind_of
-from lazymods._hooked import hooks_of, run_hooks
+from lazymods._graph import MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
 from lazymods._merging import put
 from lazymods._placeholder import UninitializedArray
 from lazymods._snapshot import Snapshot
 from lazymods._spec import SlotSource
 from lazymods.state import by_trial
-from lazymods.state.entries import Survey, home_trace, is_buffer, is_training_state, prefix_of
+from lazymods.state.entries import Survey, home_trace, is_buffer, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread
 from lazymods.state.plain import decoded
 from lazymods.state.plan import Plan, Write, make_plan
@@ -82,59 +80,6 @@ class LoadResult(_Lists):
             return "<All keys matched successfully>"
         return f"LoadResult(missing={self.missing}, unexpected={self.unexpected}, mismatched={self.mismatched})"
 
-
-def load_state_dict(
-    model: nnx.Pytree | Mapping[str, Any],
-    state_dict: Mapping[str, Any],
-    *,
-    strict: bool = True,
-    mismatched: str = "error",
-) -> LoadResult:
-    """Write the entries of a state dict into a model, lazy or not.
-
-    A lazy layer that gets all its parameters takes its sizes from them and becomes its class at once; nothing is
-    initialized. One that gets some of them initializes the rest, if its sizes follow from those. Values go into
-    the Variables that are there, cast to their dtype, so optimizers and ties hold, and are copied: a step that donates
-    one of two models leaves the other alone. All or nothing: if anything is wrong, all of it is told and the model is
-    as it was.
-
-    Args:
-        model: An nnx module, or any nnx object.
-        state_dict: Arrays (JAX, numpy, or anything that converts to numpy) by dotted name. An uninitialized
-            entry leaves an uninitialized parameter as it is.
-        strict: Whether missing and unexpected entries are errors. Random state may always be missing.
-        mismatched: ``"error"``, or ``"skip"`` to leave out entries whose shape does not fit, and list them.
-
-    Returns:
-        What was missing, unexpected and mismatched.
-
-    Raises:
-        StateDictError: If an entry does not fit: shape, dtype (complex into real, out of an integer's range), tied
-            parameters whose entries differ, or, if ``strict``, missing and unexpected names.
-        UninitializedError: If an uninitialized entry meets a parameter that has a value.
-        TypeError: If ``state_dict`` is no mapping from names, or the model neither an nnx object nor a dict or list
-            that can be written to.
-        ValueError: If ``mismatched`` is neither ``"error"`` nor ``"skip"``.
-
-    Example:
-        >>> import lazymods as lm
-        >>> from flax import nnx
-        >>> layer = lm.LazyLinear(4, rngs=nnx.Rngs(0))
-        >>> lm.load_state_dict(layer, lm.state_dict(nnx.Linear(3, 4, rngs=nnx.Rngs(1))))
-        <All keys matched successfully>
-        >>> layer.in_features, type(layer).__name__
-        (3, 'Linear')
-    """
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"a state dict is a mapping from names to arrays, got {type(state_dict).__name__}")
-    wrong = [k for k in state_dict if not isinstance(k, str)]
-    if wrong:
-        raise TypeError(f"names are dotted strings, got {wrong[0]!r} of type {type(wrong[0]).__name__}")
-    if is_training_state(model):
-        from lazymods.state import training  # which loads by what is below
-
-        return training.load_entries(model, state_dict, strict=strict, mismatched=mismatched)
-    return load_entries(model, state_dict, strict=strict, mismatched=mismatched)
 
 
 class Origin(NamedTuple):

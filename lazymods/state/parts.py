@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lazymods._placeholder import fits
-from lazymods._recipe import is_key
+from lazymods.init.keys import is_key
 from lazymods.state.entries import IMPL, Place, Survey, base_name
 from lazymods.state.files.stored import Checkpoint, StoredTensor, printable, refuse
 

@@ -16,9 +16,10 @@ from lazymods._blueprint import Blueprint
 from lazymods._errors import Problem, describe, located
 from lazymods._graph import OTHER, STATE, Path, dotted, kind_of
 from lazymods._placeholder import UninitializedVariable, fits, show_shape
-from lazymods._recipe import Shape, is_key
 from lazymods._spec import REFUSALS, LayerSpec, SlotSource, example_key
+from lazymods._stacking import Shape
 from lazymods._template import Template
+from lazymods.init.keys import is_key
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
 from lazymods.state.plain import as_number
 from lazymods.state.values import as_array, cast_problem, is_deleted, is_number, own, same_numbers, same_values

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.nn import initializers as I  # noqa: N812
 
-from lazymods.init import Plan, Request, keys
+from lazymods.init import keys
+from lazymods.init.fill import Plan, Request
 from lazymods.init.kernels import BLOCK, MANY
 
 CHUNK = BLOCK * MANY[jax.default_backend()]

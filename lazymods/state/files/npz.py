@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from lazymods._recipe import Shape
+from lazymods._stacking import Shape
 from lazymods.state.files.archive import Entry, check_sum, check_sums, read_directory, read_entry
 from lazymods.state.files.stored import (
     ALIASES,

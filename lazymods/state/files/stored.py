@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymods._errors import CheckpointError, Problem, one_line
-from lazymods._recipe import Shape
+from lazymods._stacking import Shape
 
 Array = np.ndarray[Any, Any]
 

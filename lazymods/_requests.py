@@ -1,16 +1,14 @@
-"""Slots of layers, and single values, that are one call of an initializer each, with a key that the host can fold."""
+"""Slots of layers that are one call of an initializer each, with a key that the host can fold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from lazymods._blueprint import Blueprint, Slot, fold_p, init_p
-from lazymods._recipe import Shape
-from lazymods.init.fill import Plan, Request
+from lazymods.init.fill import Request
 from lazymods.init.keys import Key, fold_in, host_value
 from lazymods.init.program import Constant
 
@@ -68,10 +66,3 @@ def _on_host(blueprint: Blueprint, variable: Any, given: dict[Any, Any], known: 
         return fold_in(first, second) if isinstance(first, tuple) else None
     return (first + second) % 2**32 if isinstance(first, int) and variable.aval.dtype == np.uint32 else None
 
-
-def call_in_blocks(init: Callable[..., Any], key: Any, shape: Shape, dtype: Any) -> jax.Array | None:
-    """Return ``init(key, shape, dtype)``; None if that is not known to come out the same in blocks."""
-    data = host_value(key)
-    if not isinstance(data, tuple) or jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        return None
-    return Plan([Request(init, data, shape, np.dtype(dtype), shape, np.dtype(dtype))]).fill()[0]

@@ -1,0 +1,65 @@
+"""``load_state_dict``: a state dict into a model, or into the whole state of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from lazymods.state.entries import is_training_state
+from lazymods.state.load import LoadResult, load_entries
+
+
+def load_state_dict(
+    model: nnx.Pytree | Mapping[str, Any],
+    state_dict: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    mismatched: str = "error",
+) -> LoadResult:
+    """Write the entries of a state dict into a model, lazy or not.
+
+    A lazy layer that gets all its parameters takes its sizes from them and becomes its class at once; nothing is
+    initialized. One that gets some of them initializes the rest, if its sizes follow from those. Values go into
+    the Variables that are there, cast to their dtype, so optimizers and ties hold, and are copied: a step that donates
+    one of two models leaves the other alone. All or nothing: if anything is wrong, all of it is told and the model is
+    as it was.
+
+    Args:
+        model: An nnx module, or any nnx object.
+        state_dict: Arrays (JAX, numpy, or anything that converts to numpy) by dotted name. An uninitialized
+            entry leaves an uninitialized parameter as it is.
+        strict: Whether missing and unexpected entries are errors. Random state may always be missing.
+        mismatched: ``"error"``, or ``"skip"`` to leave out entries whose shape does not fit, and list them.
+
+    Returns:
+        What was missing, unexpected and mismatched.
+
+    Raises:
+        StateDictError: If an entry does not fit: shape, dtype (complex into real, out of an integer's range), tied
+            parameters whose entries differ, or, if ``strict``, missing and unexpected names.
+        UninitializedError: If an uninitialized entry meets a parameter that has a value.
+        TypeError: If ``state_dict`` is no mapping from names, or the model neither an nnx object nor a dict or list
+            that can be written to.
+        ValueError: If ``mismatched`` is neither ``"error"`` nor ``"skip"``.
+
+    Example:
+        >>> import lazymods as lm
+        >>> from flax import nnx
+        >>> layer = lm.LazyLinear(4, rngs=nnx.Rngs(0))
+        >>> lm.load_state_dict(layer, lm.state_dict(nnx.Linear(3, 4, rngs=nnx.Rngs(1))))
+        <All keys matched successfully>
+        >>> layer.in_features, type(layer).__name__
+        (3, 'Linear')
+    """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"a state dict is a mapping from names to arrays, got {type(state_dict).__name__}")
+    wrong = [k for k in state_dict if not isinstance(k, str)]
+    if wrong:
+        raise TypeError(f"names are dotted strings, got {wrong[0]!r} of type {type(wrong[0]).__name__}")
+    if is_training_state(model):
+        from lazymods.state import training  # with the optimizers, which many loads do without
+
+        return training.load_entries(model, state_dict, strict=strict, mismatched=mismatched)
+    return load_entries(model, state_dict, strict=strict, mismatched=mismatched)
