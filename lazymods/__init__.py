@@ -13,36 +13,38 @@ from lazymods._errors import SerializationError as SerializationError
 from lazymods._errors import ShapeInferenceError as ShapeInferenceError
 from lazymods._errors import StateDictError as StateDictError
 from lazymods._errors import UninitializedError as UninitializedError
-from lazymods._factory import lazy as lazy
 from lazymods._graph import has_uninitialized_params as has_uninitialized_params
 from lazymods._graph import is_lazy as is_lazy
 from lazymods._graph import uninitialized_paths as uninitialized_paths
-from lazymods._mixin import LazyModuleMixin as LazyModuleMixin
-from lazymods._placeholder import UninitializedBuffer as UninitializedBuffer
-from lazymods._placeholder import UninitializedParameter as UninitializedParameter
-from lazymods._placeholder import UninitializedVariable as UninitializedVariable
+from lazymods._layer.factory import lazy as lazy
+from lazymods._layer.mixin import LazyModuleMixin as LazyModuleMixin
+from lazymods._layer.placeholder import UninitializedBuffer as UninitializedBuffer
+from lazymods._layer.placeholder import UninitializedParameter as UninitializedParameter
+from lazymods._layer.placeholder import UninitializedVariable as UninitializedVariable
 from lazymods.nn import *  # noqa: F403  the names of lazymods.nn are public here as well
 
 if TYPE_CHECKING:
     from lazymods import autograd as autograd
     from lazymods import lazytensor as lazytensor
-    from lazymods._hooks import RemovableHandle as RemovableHandle
-    from lazymods._hooks import register_forward_hook as register_forward_hook
-    from lazymods._hooks import register_forward_pre_hook as register_forward_pre_hook
-    from lazymods._hooks import register_load_state_dict_post_hook as register_load_state_dict_post_hook
-    from lazymods._hooks import register_load_state_dict_pre_hook as register_load_state_dict_pre_hook
-    from lazymods._hooks import register_state_dict_post_hook as register_state_dict_post_hook
-    from lazymods._hooks import register_state_dict_pre_hook as register_state_dict_pre_hook
-    from lazymods._inference import infer_shapes as infer_shapes
-    from lazymods._inference import materialize as materialize
-    from lazymods._optimizer import LazyOptimizer as LazyOptimizer
-    from lazymods._report import LayerRow as LayerRow
-    from lazymods._report import ParameterShape as ParameterShape
-    from lazymods._report import ShapeReport as ShapeReport
-    from lazymods._report import summary as summary
+    from lazymods._counts import metrics as metrics
+    from lazymods._model.hooks import RemovableHandle as RemovableHandle
+    from lazymods._model.hooks import register_forward_hook as register_forward_hook
+    from lazymods._model.hooks import register_forward_pre_hook as register_forward_pre_hook
+    from lazymods._model.hooks import register_load_state_dict_post_hook as register_load_state_dict_post_hook
+    from lazymods._model.hooks import register_load_state_dict_pre_hook as register_load_state_dict_pre_hook
+    from lazymods._model.hooks import register_state_dict_post_hook as register_state_dict_post_hook
+    from lazymods._model.hooks import register_state_dict_pre_hook as register_state_dict_pre_hook
+    from lazymods._model.inference import infer_shapes as infer_shapes
+    from lazymods._model.inference import materialize as materialize
+    from lazymods._model.optimizer import LazyOptimizer as LazyOptimizer
+    from lazymods._model.report import LayerRow as LayerRow
+    from lazymods._model.report import ParameterShape as ParameterShape
+    from lazymods._model.report import ShapeReport as ShapeReport
+    from lazymods._model.report import summary as summary
+    from lazymods._program_cache import CacheInfo as CacheInfo
+    from lazymods._program_cache import set_cache_size as set_cache_size
+    from lazymods._refusals import ArgumentError as ArgumentError
     from lazymods.autograd.freezing import trainable as trainable
-    from lazymods.compile.cache import CacheInfo as CacheInfo
-    from lazymods.compile.cache import set_cache_size as set_cache_size
     from lazymods.compile.decorator import jit as jit
     from lazymods.compile.explain import Explanation as Explanation
     from lazymods.compile.explain import explain as explain
@@ -50,9 +52,7 @@ if TYPE_CHECKING:
     from lazymods.compile.function import JitFunction as JitFunction
     from lazymods.compile.lowering import Lowered as Lowered
     from lazymods.compile.lowering import lower as lower
-    from lazymods.compile.metrics import metrics as metrics
     from lazymods.compile.persistent import set_compilation_cache as set_compilation_cache
-    from lazymods.compile.refusals import ArgumentError as ArgumentError
     from lazymods.state import LoadResult as LoadResult
     from lazymods.state import load_state_dict as load_state_dict
     from lazymods.state import state_dict as state_dict
@@ -65,15 +65,15 @@ __version__ = "0.1.0"
 
 # Hooks and what works on whole models are imported when they are first used: an import costs next to nothing.
 _ON_FIRST_USE = {
-    "RemovableHandle": "lazymods._hooks",
-    "register_forward_hook": "lazymods._hooks",
-    "register_forward_pre_hook": "lazymods._hooks",
-    "register_load_state_dict_post_hook": "lazymods._hooks",
-    "register_load_state_dict_pre_hook": "lazymods._hooks",
-    "register_state_dict_post_hook": "lazymods._hooks",
-    "register_state_dict_pre_hook": "lazymods._hooks",
-    "ArgumentError": "lazymods.compile.refusals",
-    "CacheInfo": "lazymods.compile.cache",
+    "RemovableHandle": "lazymods._model.hooks",
+    "register_forward_hook": "lazymods._model.hooks",
+    "register_forward_pre_hook": "lazymods._model.hooks",
+    "register_load_state_dict_post_hook": "lazymods._model.hooks",
+    "register_load_state_dict_pre_hook": "lazymods._model.hooks",
+    "register_state_dict_post_hook": "lazymods._model.hooks",
+    "register_state_dict_pre_hook": "lazymods._model.hooks",
+    "ArgumentError": "lazymods._refusals",
+    "CacheInfo": "lazymods._program_cache",
     "Explanation": "lazymods.compile.explain",
     "JitFunction": "lazymods.compile.function",
     "explain": "lazymods.compile.explain",
@@ -81,23 +81,23 @@ _ON_FIRST_USE = {
     "export": "lazymods.compile.export",
     "Lowered": "lazymods.compile.lowering",
     "lower": "lazymods.compile.lowering",
-    "metrics": "lazymods.compile.metrics",
+    "metrics": "lazymods._counts",
     "set_compilation_cache": "lazymods.compile.persistent",
-    "set_cache_size": "lazymods.compile.cache",
-    "LayerRow": "lazymods._report",
-    "LazyOptimizer": "lazymods._optimizer",
+    "set_cache_size": "lazymods._program_cache",
+    "LayerRow": "lazymods._model.report",
+    "LazyOptimizer": "lazymods._model.optimizer",
     "LoadResult": "lazymods.state",
-    "ParameterShape": "lazymods._report",
+    "ParameterShape": "lazymods._model.report",
     "PendingSave": "lazymods.state.orbax_saving",
-    "ShapeReport": "lazymods._report",
+    "ShapeReport": "lazymods._model.report",
     "export_torch": "lazymods.state.layouts",
-    "infer_shapes": "lazymods._inference",
+    "infer_shapes": "lazymods._model.inference",
     "load": "lazymods.state.checkpoint",
     "load_state_dict": "lazymods.state",
-    "materialize": "lazymods._inference",
+    "materialize": "lazymods._model.inference",
     "save": "lazymods.state.writing",
     "state_dict": "lazymods.state",
-    "summary": "lazymods._report",
+    "summary": "lazymods._model.report",
     "trainable": "lazymods.autograd.freezing",
 }
 

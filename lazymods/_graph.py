@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from lazymods import _compat
 from lazymods._errors import located
-from lazymods._recipe import Recipe
+from lazymods._initial.pending import PendingInit
 
 STATE = _compat.own_name("state")  # the attribute that makes a layer lazy
 HOOKS = _compat.own_name("hooks")  # the attribute that holds a module's hooks
@@ -59,7 +59,7 @@ def attributes(node: Any) -> dict[str, Any]:
     return {k: v for k, v in vars(node).items() if k not in _PRIVATE}
 
 
-class Kind(enum.IntEnum):
+class NodeKind(enum.IntEnum):
     """What a value is to a walk."""
 
     VARIABLE = 0
@@ -71,14 +71,14 @@ class Kind(enum.IntEnum):
     OTHER = 6
 
 
-VARIABLE, ARRAY, NODE, MAPPING, SEQUENCE, PYTREE, OTHER = Kind
+VARIABLE, ARRAY, NODE, MAPPING, SEQUENCE, PYTREE, OTHER = NodeKind
 _LEAVES = (
     *(int, float, complex, str, bytes, type, type(None), np.generic, np.dtype, functools.partial),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
 )
 
 
-def kind_of(value: Any) -> Kind:
+def kind_of(value: Any) -> NodeKind:
     """Tell what a value is to a walk; by its type alone, where that says it."""
     kind = _kind_of_type(type(value))
     if kind is None:
@@ -89,7 +89,7 @@ def kind_of(value: Any) -> Kind:
 
 
 @functools.lru_cache(maxsize=4096)  # isinstance() asks the metaclasses of Variables and arrays, every time
-def _kind_of_type(cls: type) -> Kind | None:
+def _kind_of_type(cls: type) -> NodeKind | None:
     if issubclass(cls, nnx.Variable):
         return VARIABLE
     if issubclass(cls, nnx.Pytree):
@@ -106,7 +106,7 @@ def _kind_of_type(cls: type) -> Kind | None:
     return None if issubclass(cls, Tracer) or hasattr(cls, "aval") or hasattr(cls, "_var_type") else PYTREE
 
 
-def _kind_of_instance(value: Any) -> Kind:
+def _kind_of_instance(value: Any) -> NodeKind:
     if isinstance(value, nnx.Variable):
         return VARIABLE
     return ARRAY if isinstance(value, jax.Array) else OTHER
@@ -209,7 +209,7 @@ def variables(model: Any) -> list[nnx.Variable[Any]]:
 
 def is_placeholder(value: Any) -> bool:
     """Whether a value is a Variable without a value."""
-    return kind_of(value) is VARIABLE and type(value.get_raw_value()) is Recipe
+    return kind_of(value) is VARIABLE and type(value.get_raw_value()) is PendingInit
 
 
 def is_lazy_node(node: Any) -> bool:
@@ -246,7 +246,7 @@ def place(target: Any, name: str, label: str = "") -> str:
     """Name an object by its path in the model that the callers hold: ``fc1 (LazyLinear)``.
 
     A layer does not know where it hangs. For a message, the callers' local variables are searched for modules
-    that hold it, or for a placeholder one with the same recipe, since transforms and optimizers see copies. The
+    that hold it, or for a placeholder one with the same pending init, since transforms and optimizers see copies. The
     longest path wins; without one the label and the name must do.
     """
     best = max((path for path, _ in holders(target)), key=len, default=())
@@ -271,9 +271,9 @@ def holders(target: Any) -> Iterator[tuple[Path, Any]]:
 
 def _path_to(target: Any, model: Any) -> Path:
     if isinstance(target, nnx.Variable):
-        recipe = target.get_raw_value()
+        pending = target.get_raw_value()
         for entry in entries(model):
-            if entry.value is target or (is_placeholder(entry.value) and entry.value.get_raw_value() == recipe):
+            if entry.value is target or (is_placeholder(entry.value) and entry.value.get_raw_value() == pending):
                 return entry.path
         return ()
     return next((path for path, node in nodes(model) if node is target), ())

@@ -83,7 +83,7 @@ def contents(model: Any) -> dict[str, Any]:
     """Every value and placeholder of a model, random state included, and the classes of its parts."""
     values: dict[str, Any] = {}
     for name, value in lm.state_dict(model, include_rng=True).items():
-        values[name] = value.recipe if lm.is_lazy(value) else raw(value).copy()
+        values[name] = value.pending if lm.is_lazy(value) else raw(value).copy()
     modules = [type(node) for _, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)]
     return values | {f"class {i}": cls for i, cls in enumerate(modules)}
 

@@ -211,11 +211,11 @@ def test_private_attributes_of_jax_and_flax_are_used_in_one_file() -> None:
         if private and not name.startswith("_compat/"):
             used[name] = private
     replacing = (
-        *("state/layouts/rule.py", "init/program.py", "lazytensor/reach.py"),
+        *("state/layouts/rule.py", "_initial/program.py", "lazytensor/reach.py"),
         *("state/entries.py", "state/load.py", "state/training.py"),
     )
     of_named_tuples = {name: {"_replace"} for name in replacing}
-    assert used == {"_factory.py": {"_getframe"}, "_graph.py": {"_getframe"}} | of_named_tuples  # and of sys
+    assert used == {"_layer/factory.py": {"_getframe"}, "_graph.py": {"_getframe"}} | of_named_tuples  # and of sys
 
 
 def test_the_version_has_a_heading_in_the_changelog() -> None:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lazymods._refusals import refuse_uncallable
 from lazymods.autograd.freezing import trainable
-from lazymods.compile.refusals import refuse_uncallable
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import ConfigurationError, Problem
+from lazymods._objects.tokens import TokenKind, kind_of_type
+from lazymods._objects.traced_state import TracedState
+from lazymods._refusals import ArgumentError, reason_against, refusal, unreadable, used_up
 from lazymods.compile.given import Given, Orders, fresh, orders_of, put_in_order
-from lazymods.compile.picture import Picture
-from lazymods.compile.refusals import ArgumentError, reason_against, refusal, unreadable, used_up
-from lazymods.compile.tokens import Kind, kind_of_type
 
 _STATIC, _AGAIN = -1, -2  # kinds of leaves: static; the input of number _AGAIN - kind once more
 NUMBERS = (int, float, bool, complex, np.generic)
@@ -52,7 +52,7 @@ class Arguments(NamedTuple):
 
 def is_input(cls: type) -> bool:
     """Whether values of a class are arrays or numbers."""
-    return kind_of_type(cls) is Kind.ARRAY or issubclass(cls, NUMBERS)
+    return kind_of_type(cls) is TokenKind.ARRAY or issubclass(cls, NUMBERS)
 
 
 def is_whole(value: Any) -> bool:
@@ -63,7 +63,7 @@ def is_whole(value: Any) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _is_whole_type(cls: type) -> bool:
     """Whether JAX shall not look into values of a class; it warns of an iterator, which is refused by name."""
-    return kind_of_type(cls) in (Kind.NODE, Kind.VARIABLE) or issubclass(cls, Iterator)
+    return kind_of_type(cls) in (TokenKind.NODE, TokenKind.VARIABLE) or issubclass(cls, Iterator)
 
 
 _Moved = tuple[int, tuple[str, ...]]  # how many arguments were given by position, and the names of those after them
@@ -125,11 +125,11 @@ class Splitter:
         for leaf in leaves:
             cls = type(leaf)
             kind = kind_of_type(cls)
-            if kind is Kind.NODE:
+            if kind is TokenKind.NODE:
                 roots.append(leaf)
-            elif kind is Kind.VARIABLE:
+            elif kind is TokenKind.VARIABLE:
                 variables.append(leaf)
-            elif kind is Kind.ARRAY or isinstance(leaf, NUMBERS):
+            elif kind is TokenKind.ARRAY or isinstance(leaf, NUMBERS):
                 if _compat_jit.is_reference(leaf):  # jax takes each mutable array once
                     first = references.setdefault(id(leaf), len(arrays))
                     if first < len(arrays):
@@ -139,7 +139,7 @@ class Splitter:
                 if reason is not None:
                     raise self._refused((args, kwargs), leaf, (count, moved), reason)
                 arrays.append(leaf)
-                kind = Kind.ARRAY
+                kind = TokenKind.ARRAY
             elif cls is not _Static:
                 raise self._refused((args, kwargs), leaf, (count, moved))
             kinds.append(int(kind) if cls is not _Static else _STATIC)
@@ -161,7 +161,7 @@ class Splitter:
         for value in static:
             if isinstance(value, Iterator):
                 raise used_up(f"a static argument of {_name(self._function)}", value)
-        return tuple(wrapped), named, Picture(static, static=True).key
+        return tuple(wrapped), named, TracedState(static, static=True).key
 
     def spelled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -217,7 +217,7 @@ class _Rebuild:
         leaves = []
         for leaf, kind in zip(self._leaves, self._kinds, strict=True):
             again = kind <= _AGAIN
-            leaves.append(next(waiting) if kind == Kind.ARRAY else arrays[_AGAIN - kind] if again else of(leaf))
+            leaves.append(next(waiting) if kind == TokenKind.ARRAY else arrays[_AGAIN - kind] if again else of(leaf))
         args, kwargs = self._treedef.unflatten(leaves)
         put_in_order(_pytrees(args, kwargs), self._orders, leaves)
         return (
@@ -234,7 +234,7 @@ class _Rebuild:
         numbered = self._treedef.unflatten(list(range(len(self._leaves))))
         values = [leaf.value if type(leaf) is _Static else leaf for leaf in self._leaves]
         paths = jax.tree_util.tree_leaves_with_path(numbered)
-        return [(path, values[n], self._kinds[n] == Kind.ARRAY) for path, n in paths]
+        return [(path, values[n], self._kinds[n] == TokenKind.ARRAY) for path, n in paths]
 
 
 def _pytrees(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -264,7 +264,7 @@ def path_name(path: Sequence[Any], moved: _Moved = (0, ())) -> str:
 
 def _code_of(function: Any) -> types.CodeType | None:
     """Return the code that runs when something is called; None if that is not known, as of a partial function."""
-    if kind_of_type(type(function)) is Kind.NODE:
+    if kind_of_type(type(function)) is TokenKind.NODE:
         function = inspect.getattr_static(type(function), "__call__", None)
     function = getattr(function, "__func__", function)
     return function.__code__ if isinstance(function, types.FunctionType) else None

@@ -7,9 +7,9 @@ from typing import Any
 
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
+from lazymods._objects.traced_state import TracedState, contents_of, held_by
 from lazymods._snapshot import is_same, refill
 from lazymods.compile.given import Given
-from lazymods.compile.picture import Picture, contents_of, held_by
 
 
 def all_or_nothing(run: Callable[[], Any], reach: Sequence[Any], given: Given) -> Any:
@@ -23,12 +23,12 @@ def all_or_nothing(run: Callable[[], Any], reach: Sequence[Any], given: Given) -
     Returns:
         What it returned. If it raises, ``reach`` and ``given`` are as they were before.
     """
-    picture = Picture(reach)
-    variables = [(v, type(v), v.get_raw_value(), dict(_compat.raw_metadata(v))) for v in picture.variables]
+    traced_state = TracedState(reach)
+    variables = [(v, type(v), v.get_raw_value(), dict(_compat.raw_metadata(v))) for v in traced_state.variables]
     try:
         return run()
     except BaseException:
-        for node, cls, contents in zip(picture.nodes, picture.classes, picture.contents, strict=True):
+        for node, cls, contents in zip(traced_state.nodes, traced_state.classes, traced_state.contents, strict=True):
             if type(node) is not cls:
                 _compat.set_class(node, cls)
             if not is_same(contents, contents_of(node)):

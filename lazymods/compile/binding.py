@@ -14,13 +14,13 @@ import jax
 import numpy as np
 
 from lazymods._compat import jit as _compat_jit
-from lazymods._recipe import Recipe
+from lazymods._initial.pending import PendingInit
+from lazymods._objects.tokens import TokenKind, kind_of
+from lazymods._objects.traced_state import TracedState, held_by, input_of
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.captures import Captured
 from lazymods.compile.guards import Graph, graph_of
-from lazymods.compile.picture import Picture, held_by, input_of
 from lazymods.compile.program import signature_of
-from lazymods.compile.tokens import Kind, kind_of
 from lazymods.compile.trace import Place, mark_of
 
 
@@ -85,7 +85,7 @@ class Binding:
     @property
     def key(self) -> Hashable:
         """The structure of everything, hashable."""
-        return (*self._keys, tuple(g.key for g in self.graphs), Picture(self.loose).key, self._shared)
+        return (*self._keys, tuple(g.key for g in self.graphs), TracedState(self.loose).key, self._shared)
 
     def quick_key(self, arguments: Arguments) -> Hashable:
         """Return what tells calls of the very same models apart, cheaper than :attr:`key`; None if nothing does."""
@@ -108,7 +108,7 @@ class Binding:
                 continue
             first[mark] = number
             value = values[self.inputs + number]
-            if isinstance(value, Recipe):
+            if isinstance(value, PendingInit):
                 continue
             self.targets.append(target)
             self.places.append(self.inputs + number)
@@ -139,7 +139,7 @@ class Binding:
     def nodes(self) -> list[Any]:
         """Return the objects and containers that the function reaches otherwise than in pytrees of arguments."""
         found = [node for graph, root in zip(self.graphs, self.roots, strict=True) for node in (root, *graph.nodes())]
-        return found + Picture(v for v in self.captured.values if kind_of(v) is not Kind.NODE).nodes
+        return found + TracedState(v for v in self.captured.values if kind_of(v) is not TokenKind.NODE).nodes
 
     def check_given(self, changes: Sequence[tuple[int, Any]]) -> None:
         """Refuse a call that would have to change a container, by number, which it has in several places."""

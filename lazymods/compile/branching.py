@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 from lazymods._compat import jit as _compat_jit
-from lazymods.compile.metrics import COUNTS
+from lazymods._counts import COUNTS
 from lazymods.compile.paths import Paths
 from lazymods.compile.program import OtherSignatureError, signature_of
-from lazymods.compile.records import Record
+from lazymods.compile.records import Effects
 from lazymods.compile.trace import Body
 
 
@@ -66,7 +66,7 @@ class BranchingProgram:
         self._present = _Present()
         self._paths = Paths(self._trace, max_paths, name, check)
 
-    def __call__(self, leaves: Sequence[Any], make_body: Callable[[], Body]) -> tuple[Record, Sequence[Any]]:
+    def __call__(self, leaves: Sequence[Any], make_body: Callable[[], Body]) -> tuple[Effects, Sequence[Any]]:
         """Run the path that the values take.
 
         Args:
@@ -102,7 +102,7 @@ class BranchingProgram:
         self._kinds = kinds if all(kind is not None for kind in kinds) else None
         return True
 
-    def _trace(self, flat: list[Any]) -> tuple[Sequence[Any], Record]:
+    def _trace(self, flat: list[Any]) -> tuple[Sequence[Any], Effects]:
         make_body, treedef = self._present.make_body, self._present.treedef
         assert make_body is not None  # only a call traces
         leaves = flat if treedef is None else treedef.unflatten(flat)

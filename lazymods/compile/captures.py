@@ -14,9 +14,8 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lazymods.compile.attributes import slots_of
-from lazymods.compile.picture import Reads, slot_shape
-from lazymods.compile.reached import (
+from lazymods._objects.attributes import slots_of
+from lazymods._objects.reached import (
     MISSING,
     global_names,
     held_by,
@@ -27,7 +26,8 @@ from lazymods.compile.reached import (
     parts_of,
     parts_of_callable,
 )
-from lazymods.compile.tokens import Kind, Same, kind_of, token
+from lazymods._objects.tokens import SameObject, TokenKind, kind_of, token
+from lazymods._objects.traced_state import Reads, slot_shape
 
 
 class Captured(NamedTuple):
@@ -86,7 +86,7 @@ class _Fixed(NamedTuple):
         return self.held
 
 
-class Glance:
+class CaptureCheck:
     """Sees, cheaper than by binding a whole call, that a function reaches what it reached.
 
     Args:
@@ -100,7 +100,7 @@ class Glance:
         self._captures = captures
         kinds = [kind_of(v) for v in was.found]
         self._always = tuple(was.roots) if was is captures.fixed else None
-        self._models = [n for n, kind in enumerate(kinds) if kind is Kind.NODE]
+        self._models = [n for n, kind in enumerate(kinds) if kind is TokenKind.NODE]
         self._known = [_known(value, kind) for value, kind in zip(was.found, kinds, strict=True)]
         self._key = was.key if None in self._known else None
 
@@ -122,12 +122,12 @@ class Glance:
         return tuple([values[n] for n in self._models]), ()
 
 
-def _known(value: Any, kind: Kind) -> Any:
+def _known(value: Any, kind: TokenKind) -> Any:
     """Return the class of a value, and a reference to it if it is part of a key itself; None if that does not tell."""
     cls: Any = type(value)
-    if kind is Kind.NODE or (kind is Kind.ATOM and not callable(value)):
+    if kind is TokenKind.NODE or (kind is TokenKind.ATOM and not callable(value)):
         return (cls, None)
-    return (cls, weakref.ref(value)) if kind <= Kind.ARRAY and cls.__weakrefoffset__ else None
+    return (cls, weakref.ref(value)) if kind <= TokenKind.ARRAY and cls.__weakrefoffset__ else None
 
 
 class Captures:
@@ -150,13 +150,13 @@ class Captures:
         self._alive: list[Any] = []
         self._follow(function)
         self.fixed: Captured | None = None
-        if all(type(s) is _Fixed and kind_of(s.value()) is Kind.NODE for s in self.sources):
+        if all(type(s) is _Fixed and kind_of(s.value()) is TokenKind.NODE for s in self.sources):
             held = [source.value() for source in self.sources]
             self.fixed = Captured(held, [], [], held, (), [], held)
 
-    def glance(self, was: Captured) -> Glance | None:
+    def capture_check(self, was: Captured) -> CaptureCheck | None:
         """Return what sees whether the function reaches what was read; None if it never reaches anything."""
-        return Glance(self, was) if self.sources else None
+        return CaptureCheck(self, was) if self.sources else None
 
     def attributes(self) -> list[tuple[Any, str]]:
         """Return the attributes of modules and classes by which the function finds something."""
@@ -168,8 +168,8 @@ class Captures:
         found = []
         for source, value in zip(self.sources, captured.found, strict=True):
             kind = kind_of(value)
-            if kind is not Kind.ATOM or callable(value) or isinstance(value, Iterator):
-                found.append((source.name, value, kind is not Kind.ARRAY and id(value) not in looked_into))
+            if kind is not TokenKind.ATOM or callable(value) or isinstance(value, Iterator):
+                found.append((source.name, value, kind is not TokenKind.ARRAY and id(value) not in looked_into))
         return found
 
     def read(self, *, whole: bool = False) -> Captured:
@@ -191,13 +191,13 @@ class Captures:
         everything = [source.value() for source in self.sources]
         for value in everything:
             kind = kind_of(value)
-            if kind is Kind.NODE:
+            if kind is TokenKind.NODE:
                 roots.append(value)
                 values.append(value)
-                tokens.append(Kind.NODE)
-            elif kind is Kind.ATOM:  # a number or text of its own is a constant of the trace, as for jax.jit
-                tokens.append(Same(value) if callable(value) else Kind.ATOM)
-            elif kind is Kind.ARRAY:
+                tokens.append(TokenKind.NODE)
+            elif kind is TokenKind.ATOM:  # a number or text of its own is a constant of the trace, as for jax.jit
+                tokens.append(SameObject(value) if callable(value) else TokenKind.ATOM)
+            elif kind is TokenKind.ARRAY:
                 arrays.append(value)
                 tokens.append(token(value))
             else:
@@ -206,7 +206,7 @@ class Captures:
                     found.visit(value)
                     values.append(value)
                 else:
-                    found.tokens.append(Same(value))
+                    found.tokens.append(SameObject(value))
                 arrays += found.arrays
                 roots += found.roots
                 variables += found.variables
@@ -233,7 +233,7 @@ class Captures:
                 self._follow_code(function)
         elif hasattr(function, "__wrapped__"):  # a function of another jit, vmap or the like
             self._follow(function.__wrapped__)
-        elif kind_of(function) in (Kind.NODE, Kind.OBJECT):
+        elif kind_of(function) in (TokenKind.NODE, TokenKind.OBJECT):
             self._add(_Fixed(function, "self"), function)
             call = vars(type(function)).get("__call__")
             if isinstance(call, types.FunctionType) and _is_own(call):
@@ -262,7 +262,7 @@ class Captures:
             self._alive.append(function)
             for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
                 value = in_cell(cell)
-                if kind_of(value) is not Kind.ATOM:
+                if kind_of(value) is not TokenKind.ATOM:
                     self._add(_Cell(cell, name), value)
                 elif callable(value):  # such a cell is never written again
                     self._add(_Fixed(value, name), value)
@@ -287,13 +287,13 @@ class Captures:
 def _is_wrapper(value: Any) -> bool:
     """Whether a value is a callable made of a function, and no function itself."""
     ordinary = isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type))
-    return not ordinary and kind_of(value) is Kind.ATOM and hasattr(value, "__wrapped__")
+    return not ordinary and kind_of(value) is TokenKind.ATOM and hasattr(value, "__wrapped__")
 
 
 def _is_own(function: Any) -> bool:
     """Whether a function is the user's, not a library's: those don't reach the user's models by name."""
     while isinstance(function, (types.MethodType, functools.partial)) or _is_wrapper(function):
-        if isinstance(function, types.MethodType) and kind_of(function.__self__) is not Kind.ATOM:
+        if isinstance(function, types.MethodType) and kind_of(function.__self__) is not TokenKind.ATOM:
             return True
         if isinstance(function, functools.partial) and (function.args or function.keywords):
             return True
@@ -320,39 +320,39 @@ class _Reader:
 
     def visit(self, value: Any) -> None:
         kind = kind_of(value)
-        if kind is Kind.NODE:
+        if kind is TokenKind.NODE:
             self.roots.append(value)
-            self.tokens.append(Kind.NODE)
-        elif kind is Kind.VARIABLE:
+            self.tokens.append(TokenKind.NODE)
+        elif kind is TokenKind.VARIABLE:
             self.variables.append(value)
-            self.tokens.append(Kind.VARIABLE)
-        elif kind is Kind.ARRAY:
+            self.tokens.append(TokenKind.VARIABLE)
+        elif kind is TokenKind.ARRAY:
             self.tokens.append(token(value))
             self.arrays.append(value)
-        elif kind is Kind.ATOM and not is_looked_into(value):
+        elif kind is TokenKind.ATOM and not is_looked_into(value):
             self.tokens.append(token(value))
         elif id(value) in self._seen:
             self.tokens.append(self._seen[id(value)])
         else:
             self._seen[id(value)] = len(self._seen)
-            self._visit_callable(value) if kind is Kind.ATOM else self._visit_container(value, kind)
+            self._visit_callable(value) if kind is TokenKind.ATOM else self._visit_container(value, kind)
 
     def _visit_callable(self, value: Any) -> None:
-        self.tokens.append(Same(value))
+        self.tokens.append(SameObject(value))
         for part in parts_of_callable(value):
-            self.visit(part) if holds_model(part) else self.tokens.append(Same(part))
+            self.visit(part) if holds_model(part) else self.tokens.append(SameObject(part))
 
-    def _visit_container(self, value: Any, kind: Kind) -> None:
+    def _visit_container(self, value: Any, kind: TokenKind) -> None:
         parts, names = list(parts_of(value, kind)), _names_in(value, kind)
-        if kind is Kind.OBJECT:
+        if kind is TokenKind.OBJECT:
             self.has_objects = True
             read = None if self._reads is None else self._reads.of(type(value))
             if read is not None:
                 items = [(name, v) for name, v in held_by(value, kind).items() if name in read]
                 names, parts = tuple(name for name, _ in items), [v for _, v in items]
         self.tokens.append((type(value), names, len(parts)))
-        keys: Any = names if kind is Kind.OBJECT else value if kind is Kind.DICT else range(len(parts))
-        has_slots = kind in _WITH_SLOTS and not (kind is Kind.OBJECT and slots_of(type(value)))
+        keys: Any = names if kind is TokenKind.OBJECT else value if kind is TokenKind.DICT else range(len(parts))
+        has_slots = kind in _WITH_SLOTS and not (kind is TokenKind.OBJECT and slots_of(type(value)))
         for key, part in itertools.zip_longest(list(keys), parts):
             if has_slots and _is_of_arrays(part):
                 self.places.append((value, key))
@@ -361,26 +361,26 @@ class _Reader:
                 self.visit(part)
 
 
-_WITH_SLOTS = (Kind.OBJECT, Kind.DICT, Kind.LIST, Kind.QUEUE)  # as in a Picture
+_WITH_SLOTS = (TokenKind.OBJECT, TokenKind.DICT, TokenKind.LIST, TokenKind.QUEUE)  # as in a TracedState
 
 
 def _is_of_arrays(value: Any) -> bool:
     """Whether a value is an array, or a tuple with arrays in it and nothing else that counts by what is in it."""
     if type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        kinds = [Kind.ARRAY if _is_of_arrays(v) else kind_of(v) for v in value]
-        return Kind.ARRAY in kinds and max(kinds) <= Kind.ARRAY
-    return kind_of(value) is Kind.ARRAY
+        kinds = [TokenKind.ARRAY if _is_of_arrays(v) else kind_of(v) for v in value]
+        return TokenKind.ARRAY in kinds and max(kinds) <= TokenKind.ARRAY
+    return kind_of(value) is TokenKind.ARRAY
 
 
-def _names_in(value: Any, kind: Kind) -> Hashable:
+def _names_in(value: Any, kind: TokenKind) -> Hashable:
     """Return what a container is besides its parts: names, keys, items of a set, the function of a method."""
     match kind:
-        case Kind.OBJECT:
+        case TokenKind.OBJECT:
             return tuple(held_by(value, kind))
-        case Kind.DICT:
+        case TokenKind.DICT:
             return tuple(map(token, value))
-        case Kind.SET:
+        case TokenKind.SET:
             return frozenset(map(token, value))
-        case Kind.METHOD:
-            return Same(value.__func__)
+        case TokenKind.METHOD:
+            return SameObject(value.__func__)
     return ()

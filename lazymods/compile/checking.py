@@ -13,12 +13,12 @@ import jax
 
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem, one_line
+from lazymods._objects.copies import Copies
+from lazymods._objects.traced_state import TracedState
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
-from lazymods.compile.copies import Copies
 from lazymods.compile.given import Given, with_sharing
 from lazymods.compile.noise import Noise, own
-from lazymods.compile.picture import Picture
 from lazymods.compile.shadow import compare
 from lazymods.compile.trace import Place
 
@@ -103,7 +103,7 @@ class _Plain:
     ) -> None:
         held = [array for array in call.constants if _compat_jit.is_reference(array)]
         own_held = list(map(own, held))
-        copies = Copies(Picture(call.reach), known={id(a): b for a, b in zip(held, own_held, strict=True)})
+        copies = Copies(TracedState(call.reach), known={id(a): b for a, b in zip(held, own_held, strict=True)})
         for target, leaf in zip(call.targets, call.values_of_targets(), strict=True):  # the call may donate those
             if isinstance(target, Place):
                 copies.give(target.node, target.key, jax.tree.map(own, target.held[target.key]))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lazymods._errors import LazyError, Problem, UninitializedError
-from lazymods.compile.picture import Picture
+from lazymods._objects.traced_state import TracedState
 
 
 class _Local(threading.local):
@@ -39,7 +39,7 @@ def refuse_lazy_clones(name: str) -> None:
     Raises:
         UninitializedError: A clone is lazy.
     """
-    if _LOCAL.clones and Picture(_LOCAL.clones).lazy:
+    if _LOCAL.clones and TracedState(_LOCAL.clones).lazy:
         needed = "a model that is initialized: a call would initialize the clone, and the model would stay lazy"
         write = "lm.materialize(model, ...) before nnx.cached_partial(f, model), or lm.jit(f) alone, which is as fast"
         raise UninitializedError(Problem(name, "a lazy model in nnx.cached_partial", needed, write))
@@ -57,7 +57,7 @@ def refuse_changes(name: str, changed: Sequence[Any]) -> None:
     """
     if not _LOCAL.clones:
         return
-    own = set(map(id, Picture(_LOCAL.clones).nodes))
+    own = set(map(id, TracedState(_LOCAL.clones).nodes))
     found = sorted({type(thing).__name__ for thing in changed if id(thing) in own})
     if found:
         got = f"a function that changes the structure of what nnx.cached_partial holds: {', '.join(found)}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
+from lazymods._refusals import refuse_uncallable
 from lazymods.compile.function import JitFunction
-from lazymods.compile.refusals import refuse_uncallable
 
 
 @overload

@@ -18,9 +18,9 @@ from lazymods import _compat
 from lazymods._error_lists import collapsed
 from lazymods._errors import describe
 from lazymods._graph import attributes
-from lazymods._recipe import Recipe
-from lazymods.compile.picture import Reads, held_by
-from lazymods.compile.tokens import Kind, Same, kind_of, show, token
+from lazymods._initial.pending import PendingInit
+from lazymods._objects.tokens import SameObject, TokenKind, kind_of, show, token
+from lazymods._objects.traced_state import Reads, held_by
 
 _MAX_LINES = 20  # of an explanation
 _MAX_TEXT = 60  # of a static value
@@ -47,7 +47,7 @@ class Fact:
 
 
 @dataclasses.dataclass(frozen=True)
-class Situation:
+class TraceKey:
     """What a trace was for, without the objects.
 
     Attributes:
@@ -107,7 +107,7 @@ def explain() -> Explanation:
     return _last[0]
 
 
-def note_trace(function: str, now: Situation, earlier: Sequence[Situation], reads: Reads) -> None:
+def note_trace(function: str, now: TraceKey, earlier: Sequence[TraceKey], reads: Reads) -> None:
     """Keep why a function is traced: what tells ``now`` from the most alike of the earlier situations.
 
     Args:
@@ -128,7 +128,7 @@ def note_path(function: str) -> None:
     _last[0] = Explanation(function, ("Python decided on the value of an array as it did not before: a new path",))
 
 
-def _differences(then: Situation, now: Situation, reads: Reads) -> list[str]:
+def _differences(then: TraceKey, now: TraceKey, reads: Reads) -> list[str]:
     paths: dict[str, list[str]] = {}  # by what is said of them
     gone: tuple[str, ...] = ()
     for path in {**then.facts, **now.facts}:
@@ -213,7 +213,7 @@ def facts_of(given: Iterable[tuple[str, Any, bool]], reached: Iterable[tuple[str
     for name, value, by_identity in reached:
         own = f"{name} (not an argument)" if name in walk.facts else name
         if by_identity:
-            walk.facts[own] = Fact(_shown(value), Same(value))
+            walk.facts[own] = Fact(_shown(value), SameObject(value))
         else:
             walk.visit(value, own, ())
     return walk.facts
@@ -226,22 +226,22 @@ class _Walk:
 
     def visit(self, value: Any, path: str, owners: tuple[tuple[type, str], ...]) -> None:
         kind = kind_of(value)
-        if kind is Kind.ATOM:
+        if kind is TokenKind.ATOM:
             self.facts[path] = Fact(_shown(value), token(value), owners=owners)
-        elif kind is Kind.ARRAY:
+        elif kind is TokenKind.ARRAY:
             self.note_array(value, path, owners)
-        elif kind not in (Kind.TUPLE, Kind.METHOD, Kind.PARTIAL) and id(value) in self._seen:
+        elif kind not in (TokenKind.TUPLE, TokenKind.METHOD, TokenKind.PARTIAL) and id(value) in self._seen:
             self.facts[path] = Fact(f"the same object as {self._seen[id(value)]}", None, owners=owners)
         else:
             self._seen[id(value)] = path
-            if kind is Kind.VARIABLE:
+            if kind is TokenKind.VARIABLE:
                 self.note_array(value, path, owners)
-                self.facts[f"{path} (type)"] = Fact(type(value).__name__, Same(type(value)), owners=owners)
+                self.facts[f"{path} (type)"] = Fact(type(value).__name__, SameObject(type(value)), owners=owners)
             else:
                 mark, order = _mark_of(value, kind)
-                self.facts[path] = Fact(type(value).__name__, (Same(type(value)), mark), True, order, owners)
+                self.facts[path] = Fact(type(value).__name__, (SameObject(type(value)), mark), True, order, owners)
             for name, inner, part in _parts_of(value, kind, path):
-                own = (*owners, (type(value), name)) if kind is Kind.OBJECT else owners
+                own = (*owners, (type(value), name)) if kind is TokenKind.OBJECT else owners
                 self.visit(part, inner, own)
 
     def note_array(self, value: Any, path: str, owners: Any) -> None:
@@ -249,43 +249,43 @@ class _Walk:
         raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
         if isinstance(raw, (bool, int, float, complex)):
             self.facts[path] = Fact(type(raw).__name__, type(raw), raw is not value, owners=owners)
-        elif kind_of(raw) is Kind.ARRAY:
+        elif kind_of(raw) is TokenKind.ARRAY:
             kind: Any = jax.typeof(raw)
             weak = " (weak type)" if getattr(kind, "weak_type", False) else ""
             self.facts[path] = Fact(describe(raw) + weak, kind, raw is not value, owners=owners)
         else:  # a placeholder, or a Variable that holds no array
-            text = repr(value) if isinstance(raw, Recipe) else describe(raw)
+            text = repr(value) if isinstance(raw, PendingInit) else describe(raw)
             self.facts[path] = Fact(text, None, raw is not value, owners=owners)
 
 
-def _mark_of(value: Any, kind: Kind) -> tuple[Any, tuple[Any, ...] | None]:
+def _mark_of(value: Any, kind: TokenKind) -> tuple[Any, tuple[Any, ...] | None]:
     """Return what a value is besides its class and its parts, and the order of its parts if it counts."""
-    if kind is Kind.METHOD:
-        return Same(value.__func__), None
-    if kind is Kind.SET:
+    if kind is TokenKind.METHOD:
+        return SameObject(value.__func__), None
+    if kind is TokenKind.SET:
         return frozenset(map(token, value)), None
-    if kind is Kind.NODE:
+    if kind is TokenKind.NODE:
         return None, tuple(attributes(value))
-    return None, tuple(map(token, value)) if kind is Kind.DICT and not isinstance(value, nnx.State) else None
+    return None, tuple(map(token, value)) if kind is TokenKind.DICT and not isinstance(value, nnx.State) else None
 
 
-def _parts_of(value: Any, kind: Kind, path: str) -> list[tuple[Any, str, Any]]:
+def _parts_of(value: Any, kind: TokenKind, path: str) -> list[tuple[Any, str, Any]]:
     """Return names, paths and values of what is in a value."""
     items: list[tuple[Any, Any]]
-    if kind is Kind.METHOD:
+    if kind is TokenKind.METHOD:
         items = [("__self__", value.__self__)]
-    elif kind is Kind.PARTIAL:
+    elif kind is TokenKind.PARTIAL:
         items = [(name, getattr(value, name)) for name in ("func", "args", "keywords")]
-    elif kind is Kind.VARIABLE:
+    elif kind is TokenKind.VARIABLE:
         items = [item for item in sorted(_compat.raw_metadata(value).items()) if item[0] not in _OF_FLAX]
-    elif kind is Kind.SET:
+    elif kind is TokenKind.SET:
         items = []
-    elif kind is Kind.DICT:
+    elif kind is TokenKind.DICT:
         return [(key, f"{path}[{key!r}]", part) for key, part in list(value.items())]
-    elif kind is Kind.TUPLE and hasattr(value, "_fields"):
+    elif kind is TokenKind.TUPLE and hasattr(value, "_fields"):
         items = [(name, getattr(value, name)) for name in value._fields]
-    elif kind in (Kind.NODE, Kind.OBJECT):
-        held = attributes(value) if kind is Kind.NODE else held_by(value, kind)
+    elif kind in (TokenKind.NODE, TokenKind.OBJECT):
+        held = attributes(value) if kind is TokenKind.NODE else held_by(value, kind)
         items = list(held.items())
     else:
         return [(i, f"{path}[{i}]", part) for i, part in enumerate(list(value))]

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 
 from lazymods._errors import LazyError, Problem
+from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods.compile.lowering import staged
 from lazymods.compile.replay import result_of
 from lazymods.compile.stages import Staged
-from lazymods.compile.tokens import Kind, kind_of
 
 
 def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), **kwargs: Any) -> bytes:
@@ -85,7 +85,7 @@ def _order(function: Staged, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def _is_whole(value: Any) -> bool:
-    return kind_of(value) in (Kind.NODE, Kind.VARIABLE)
+    return kind_of(value) in (TokenKind.NODE, TokenKind.VARIABLE)
 
 
 def _array_or_none(value: Any) -> Any:

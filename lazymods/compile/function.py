@@ -31,29 +31,29 @@ import jax
 from flax.errors import TraceContextError
 
 from lazymods._compat import jit as _compat_jit
+from lazymods._counts import COUNTS
 from lazymods._errors import NOT_TRACEABLE, UninitializedError
-from lazymods._lifecycle import LOCK
+from lazymods._layer.lifecycle import LOCK
+from lazymods._objects.copies import Copies
+from lazymods._objects.traced_state import Reads, held_by
+from lazymods._program_cache import Cache, CacheInfo
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
 from lazymods.compile.before import all_or_nothing
 from lazymods.compile.binding import Binding, kind_of_input
 from lazymods.compile.branching import BranchingProgram, MoreReadError
-from lazymods.compile.cache import Cache, CacheInfo
+from lazymods.compile.call_plan import CallPlan, FastPath, hot_call
 from lazymods.compile.captures import Captures
 from lazymods.compile.checking import checked
 from lazymods.compile.clones import call_with, refuse_changes, refuse_lazy_clones
 from lazymods.compile.constants import HiddenModelError, check_constants
-from lazymods.compile.copies import Copies
-from lazymods.compile.explain import Situation, facts_of, named, note_path, note_trace
+from lazymods.compile.explain import TraceKey, facts_of, named, note_path, note_trace
 from lazymods.compile.given import Given
-from lazymods.compile.metrics import COUNTS
 from lazymods.compile.outside import refuse_leaks
 from lazymods.compile.paths import NoPathError
-from lazymods.compile.picture import Reads, held_by
-from lazymods.compile.plan import Hot, Plan, hot_call
 from lazymods.compile.program import OtherSignatureError, Program, compile_body
-from lazymods.compile.records import Record
-from lazymods.compile.replay import Replay
+from lazymods.compile.records import Effects
+from lazymods.compile.replay import EffectsReplay
 from lazymods.compile.sizing import has_optimizer, size
 from lazymods.compile.stages import Staged
 from lazymods.compile.statics import holds_tracer
@@ -92,11 +92,11 @@ class JitFunction(Staged):
         self._captures = Captures(function, self._reads)
         self._lock = threading.RLock()  # one trace at a time
         self._cache = Cache(self._forget)
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, CallPlan] = {}
         self._aliases: dict[Any, Any] = {}  # by the key of a model whose attributes a call has sorted: its key before
-        self._hot: Hot | None = None
+        self._fast: FastPath | None = None
         self._has_signatures = False  # then it pays to look at shapes before jax.jit does
-        self._situations: collections.deque[Situation] = collections.deque(maxlen=_KEPT_SITUATIONS)
+        self._situations: collections.deque[TraceKey] = collections.deque(maxlen=_KEPT_SITUATIONS)
         functools.update_wrapper(self, function if hasattr(function, "__name__") else type(function))
         self.__wrapped__ = function
 
@@ -136,24 +136,24 @@ class JitFunction(Staged):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: C901  one frame: another costs as much as five lines
         """Call the function, compiled."""
-        hot = self._hot
-        if hot is None or _TRACE.value is not _EVAL or _FLAX.tmp_static_cache is not None:
+        fast = self._fast
+        if fast is None or _TRACE.value is not _EVAL or _FLAX.tmp_static_cache is not None:
             return self._call(args, kwargs)
         given = (*args, *kwargs.values()) if kwargs else args
-        if [*map(type, given)] != hot.types or ((kwargs or hot.keywords) and tuple(kwargs) != hot.keywords):
+        if [*map(type, given)] != fast.types or ((kwargs or fast.keywords) and tuple(kwargs) != fast.keywords):
             return self._call(args, kwargs)
-        values = [*given[hot.arrays]] if type(hot.arrays) is slice else hot.gather(given)
-        if values is None or (hot.signature is not None and [*map(kind_of_input, values)] != hot.signature):
+        values = [*given[fast.arrays]] if type(fast.arrays) is slice else fast.gather(given)
+        if values is None or (fast.signature is not None and [*map(kind_of_input, values)] != fast.signature):
             return self._call(args, kwargs)
         places: Any = ()
-        if hot.glance is not None:
-            found = hot.glance.look()
+        if fast.capture_check is not None:
+            found = fast.capture_check.look()
             if found is None:
                 return self._call(args, kwargs)
             models, places = found
             given += models
         variables: Any = None
-        for number, kept in hot.roots:
+        for number, kept in fast.roots:
             graph, root = kept(), given[number]
             if graph is None or graph.root() is not root:
                 return self._call(args, kwargs)
@@ -166,8 +166,8 @@ class JitFunction(Staged):
             values += [held_by(node)[key] for node, key in places]
             variables = [*(variables or ()), *(Place(node, key) for node, key in places)]
         try:
-            make_body = functools.partial(self._body_of, args, kwargs) if hot.plan.branches else None
-            record, out = hot.plan.run(values, variables, make_body)
+            make_body = functools.partial(self._body_of, args, kwargs) if fast.plan.branches else None
+            record, out = fast.plan.run(values, variables, make_body)
         except OtherSignatureError:
             self._has_signatures = True
             return self._call(args, kwargs)
@@ -178,7 +178,7 @@ class JitFunction(Staged):
         COUNTS.hits += 1
         if record is None:
             return out
-        return self.replay(record, out, self.bind(args, kwargs)[1], hot.plan)
+        return self.replay(record, out, self.bind(args, kwargs)[1], fast.plan)
 
     # ------------------------------------------------------------ the long way
 
@@ -232,7 +232,7 @@ class JitFunction(Staged):
                     plan, call = self._plan(arguments, call)
                 except NOT_TRACEABLE:  # it decides on values, and what is lazy has none
                     return self._plainly(arguments, args, kwargs)
-                self._hot = self._hot_call(args, kwargs, arguments, call, plan)
+                self._fast = self._hot_call(args, kwargs, arguments, call, plan)
             if plan.branches and plan.program.is_hopeless:
                 return self._plainly(arguments, args, kwargs)
             try:
@@ -244,7 +244,7 @@ class JitFunction(Staged):
             except MoreReadError:
                 return self._call_outside(arguments, args, kwargs)
             except _NO_PATH as error:  # of a new path
-                plan.program.is_hopeless, self._hot = not isinstance(error, NotSizedError), None
+                plan.program.is_hopeless, self._fast = not isinstance(error, NotSizedError), None
                 return self._plainly(arguments, args, kwargs)
             key = (call.key, call.signature()) if record.only_sorts else None
             out = self.replay(record, outputs, call, plan)
@@ -270,18 +270,18 @@ class JitFunction(Staged):
             self._aliases[found] = self._aliases.get(key, key)
 
     def _hot_call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments, call: Binding, plan: Plan
-    ) -> Hot | None:
-        hot = None if self._check else hot_call(args, kwargs, arguments, call, plan, self._captures)
-        if hot is not None and self._has_signatures:
-            hot.signature = [*map(kind_of_input, arguments.arrays)]
-        return hot
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments, call: Binding, plan: CallPlan
+    ) -> FastPath | None:
+        fast = None if self._check else hot_call(args, kwargs, arguments, call, plan, self._captures)
+        if fast is not None and self._has_signatures:
+            fast.signature = [*map(kind_of_input, arguments.arrays)]
+        return fast
 
     def _call_inside(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call in a trace that is running: as one operation of it, or by the function's Python if that decides."""
         with self._lock:
             call = self._bind(arguments)
-            plan: Plan | None = None
+            plan: CallPlan | None = None
             if not call.lazy:
                 try:
                     plan, call = self._plan(arguments, call)
@@ -297,7 +297,7 @@ class JitFunction(Staged):
         captured = self._captures.read(whole=whole)
         return Binding(arguments, captured, _TRACE.value is _EVAL)
 
-    def _plan(self, arguments: Arguments, call: Binding, exactly: bool = False) -> tuple[Plan, Binding]:
+    def _plan(self, arguments: Arguments, call: Binding, exactly: bool = False) -> tuple[CallPlan, Binding]:
         """Find a program for a call, or make one; making it may initialize layers, so the call may be another then."""
         quick = call.quick_key(arguments)
         plan = None if exactly or quick is None else self._plans.get(quick)
@@ -321,7 +321,7 @@ class JitFunction(Staged):
             if program.can_be_kept:
                 self._cache.put(key, program)
         self._cache.touch(program)
-        plan = Plan(program, call)
+        plan = CallPlan(program, call)
         if quick is not None and program in self._cache:
             self._plans[quick] = plan
             if len(self._plans) > 4 * Cache.size:
@@ -398,7 +398,7 @@ class JitFunction(Staged):
     def _note_path(self) -> None:
         note_path(self.name)
 
-    def _run(self, plan: Plan, call: Binding, arguments: Arguments) -> tuple[Record, Sequence[Any]]:
+    def _run(self, plan: CallPlan, call: Binding, arguments: Arguments) -> tuple[Effects, Sequence[Any]]:
         leaves = plan.leaves(list(call.values))
         program: Any = plan.program
         if not plan.branches:
@@ -415,12 +415,12 @@ class JitFunction(Staged):
         COUNTS.add(compiles=1, compile_time=time.perf_counter() - start)
         return done
 
-    def replay(self, record: Record, outputs: Sequence[Any], call: Binding, plan: Plan) -> Any:
+    def replay(self, record: Effects, outputs: Sequence[Any], call: Binding, plan: CallPlan) -> Any:
         """Write what the program computed, bring about what else the function did, and return what it returned."""
         if plan.branches:
             call.check_given(record.given)
         given = None if record.is_plain else call.given()
-        replay = Replay(record, outputs, call.reach, given, functools.partial(call.leaf_of, plan.program.at))
+        replay = EffectsReplay(record, outputs, call.reach, given, functools.partial(call.leaf_of, plan.program.at))
         if record.changes:
             refuse_changes(self.name, replay.changed())
         targets = [call.targets[plan.program.at[t]] for t, _ in record.writes]
@@ -439,11 +439,11 @@ class JitFunction(Staged):
     def _forget(self, program: Any) -> None:
         """Drop every plan for a program that the cache has dropped."""
         self._plans = {k: p for k, p in self._plans.items() if p.program is not program}
-        if self._hot is not None and self._hot.plan.program is program:
-            self._hot = None
+        if self._fast is not None and self._fast.plan.program is program:
+            self._fast = None
 
-    def _situation(self, arguments: Arguments, call: Binding) -> Situation:
+    def _situation(self, arguments: Arguments, call: Binding) -> TraceKey:
         """Return what a trace is for, to explain it and the next one."""
         facts = facts_of(named(self._function, arguments.leaves()), self._captures.named(call.captured))
         keys = {"the arguments": arguments.key, "what the function reaches": call.captured.key}
-        return Situation(facts, keys, _compat_jit.trace_context())
+        return TraceKey(facts, keys, _compat_jit.trace_context())

@@ -15,12 +15,12 @@ import jax
 
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem
+from lazymods._objects.tokens import TokenKind, kind_of_type
+from lazymods._objects.traced_state import contents_of, put_item
 from lazymods._snapshot import is_same, refill
-from lazymods.compile.picture import contents_of, put_item
-from lazymods.compile.tokens import Kind, kind_of_type
 
 _SORTED = (dict, collections.defaultdict)  # by JAX, when it takes them apart
-_CONTAINERS = (Kind.DICT, Kind.LIST, Kind.QUEUE)
+_CONTAINERS = (TokenKind.DICT, TokenKind.LIST, TokenKind.QUEUE)
 
 
 def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
@@ -29,7 +29,7 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
     if cls is list or cls is tuple:
         return enumerate(value)
     kind = kind_of_type(cls)
-    if kind in (Kind.ARRAY, Kind.NODE, Kind.VARIABLE) or value is None:
+    if kind in (TokenKind.ARRAY, TokenKind.NODE, TokenKind.VARIABLE) or value is None:
         return None
     if cls in _SORTED:
         return [(key, value[key]) for key in sorted(value)]
@@ -109,7 +109,8 @@ def with_sharing(original: Any, twin: Any, of: Callable[[Any], Any], known: dict
     if parts is None:
         return twin
     if id(original) not in known:
-        elsewhere = of(original) if kind_of_type(type(original)) >= Kind.OBJECT else original  # others have no identity
+        # others have no identity
+        elsewhere = of(original) if kind_of_type(type(original)) >= TokenKind.OBJECT else original
         known[id(original)] = twin if elsewhere is original else elsewhere
         if elsewhere is original:
             own = list(_children(twin) or ())
@@ -160,7 +161,7 @@ class Given:
             self.things.append(value)
             self.contents.append(contents_of(value, kind))
             self._paths.append(path)
-        elif kind is not Kind.TUPLE:
+        elif kind is not TokenKind.TUPLE:
             self._others.append((path, value, _values(value)))
         for key, part in parts:
             self._visit(part, f"{path}[{key!r}]")

@@ -1,7 +1,7 @@
 """Has anything changed? A guard for each model, cheap enough for every call.
 
-A :class:`Graph` is the picture of one nnx object. It is kept with that object and dies with it, so no cache holds a
-model. Each call asks :meth:`Graph.read`, which is sound in two steps:
+A :class:`Graph` is the traced state of one nnx object. It is kept with that object and dies with it, so no cache holds
+a model. Each call asks :meth:`Graph.read`, which is sound in two steps:
 
 - Flax itself tells of every assignment to an attribute, a Variable or its metadata (see ``_compat_jit.watch``). After
   any, each attribute is compared by identity and each metadata entry by type and value.
@@ -25,10 +25,10 @@ from typing import Any
 
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
-from lazymods.compile.attributes import Attributes
-from lazymods.compile.picture import Picture, held_by, input_of, slot_shape
-from lazymods.compile.reached import parts_of_callable
-from lazymods.compile.tokens import Kind, kind_of, token
+from lazymods._objects.attributes import Attributes
+from lazymods._objects.reached import parts_of_callable
+from lazymods._objects.tokens import TokenKind, kind_of, token
+from lazymods._objects.traced_state import TracedState, held_by, input_of, slot_shape
 
 _numbers = itertools.count()
 _ATTEMPTS = 100  # so often is an object read that another thread changes meanwhile
@@ -91,20 +91,20 @@ class Graph:
 
     def __init__(self, root: Any, keep: bool = True) -> None:
         self._mark, self._structures = _compat_jit.Watch.mark, _compat_jit.Watch.structures
-        picture = Picture([root])
+        traced_state = TracedState([root])
         self.name = next(_numbers)
-        self.key = picture.key
-        self.lazy = picture.lazy
-        self.variables: list[Any] = picture.variables
+        self.key = traced_state.key
+        self.lazy = traced_state.lazy
+        self.variables: list[Any] = traced_state.variables
         # what is kept with the root must not hold the root: it would live until the next garbage collection
-        self.slots = [(None if node is root else node, key) for node, key in picture.slots]
-        self._slot_shapes = [slot_shape(held_by(node)[key]) for node, key in picture.slots]
-        for node, key in picture.slots:
-            picture.contents_before(node)[key] = _ANYTHING
-        picture.contents[0][_compat.STATE] = _ANYTHING
-        self._root_class = picture.classes[0]
-        self._own = picture.contents[0]
-        self._nodes: list[Any] = picture.nodes[1:]
+        self.slots = [(None if node is root else node, key) for node, key in traced_state.slots]
+        self._slot_shapes = [slot_shape(held_by(node)[key]) for node, key in traced_state.slots]
+        for node, key in traced_state.slots:
+            traced_state.contents_before(node)[key] = _ANYTHING
+        traced_state.contents[0][_compat.STATE] = _ANYTHING
+        self._root_class = traced_state.classes[0]
+        self._own = traced_state.contents[0]
+        self._nodes: list[Any] = traced_state.nodes[1:]
         self._classed = [n for n in self._nodes if type(n) not in _BUILTIN]
         self._classes = list(map(type, self._classed))
         self._held: list[Any] = []
@@ -113,12 +113,12 @@ class Graph:
         self._free_values: list[Any] = []
         self._trusted: list[Any] = []  # what is in other dicts and lists
         self._odd: list[tuple[Any, Any]] = []  # what is compared in Python: sets, and objects with __slots__
-        with_slots = {id(node) for node, _ in picture.slots}
-        for node, contents in zip(self._nodes, picture.contents[1:], strict=True):
+        with_slots = {id(node) for node, _ in traced_state.slots}
+        for node, contents in zip(self._nodes, traced_state.contents[1:], strict=True):
             self._add(node, contents, id(node) in with_slots)
-        self._ordered: list[Any] = picture.ordered
+        self._ordered: list[Any] = traced_state.ordered
         self._orders = [list(n) for n in self._ordered]
-        self._callables = picture.callables
+        self._callables = traced_state.callables
         self._has_containers = bool(self._ordered or self._free or self._odd or self._callables)
         self._metadata = [_compat.raw_metadata(v).copy() for v in self.variables]
         self._variable_classes = list(map(type, self.variables))
@@ -130,13 +130,17 @@ class Graph:
         """Note how to compare a node's contents."""
         kind = kind_of(node)
         held = held_by(node, kind)
-        if kind in (Kind.SET, Kind.QUEUE) or type(held) is Attributes or (has_slots and kind is not Kind.NODE):
+        if (
+            kind in (TokenKind.SET, TokenKind.QUEUE)
+            or type(held) is Attributes
+            or (has_slots and kind is not TokenKind.NODE)
+        ):
             self._odd.append((node, contents))
             return
         self._held.append(held)
         self._copies.append(contents)
         values = contents.values() if isinstance(contents, dict) else contents
-        if kind is Kind.NODE:
+        if kind is TokenKind.NODE:
             return
         if all(map(_equals_itself_only, values)):
             self._trusted += values
@@ -146,7 +150,7 @@ class Graph:
 
     def _watch(self, root: Any) -> None:
         for node in self._nodes:
-            if kind_of(node) is Kind.NODE:
+            if kind_of(node) is TokenKind.NODE:
                 _compat_jit.watch(node)
         for variable in self.variables:
             _compat_jit.watch(variable)
@@ -217,9 +221,9 @@ class Graph:
 
 def _equals_itself_only(value: Any) -> bool:
     """Whether ``==`` between a value and another in its place is false, or an error: no truth in several elements."""
-    if kind_of(value) is Kind.VARIABLE:
+    if kind_of(value) is TokenKind.VARIABLE:
         return getattr(value.get_raw_value(), "size", 1) > 1
-    return kind_of(value) is Kind.NODE and type(value).__eq__ is object.__eq__
+    return kind_of(value) is TokenKind.NODE and type(value).__eq__ is object.__eq__
 
 
 def _is_as(node: Any, contents: Any) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from lazymods._refusals import refuse_uncallable
 from lazymods.compile.decorator import jit
 from lazymods.compile.function import JitFunction
-from lazymods.compile.refusals import refuse_uncallable
 from lazymods.compile.stages import Lowered as Lowered
 
 

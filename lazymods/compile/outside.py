@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 from jax.core import Tracer
 
 from lazymods._errors import LazyError, Problem
+from lazymods._objects.reached import is_library
+from lazymods._objects.tokens import TokenKind, kind_of
+from lazymods._objects.traced_state import contents_of, held_by
+from lazymods._refusals import used_up
 from lazymods._snapshot import refill
-from lazymods.compile.picture import contents_of, held_by
-from lazymods.compile.reached import is_library
-from lazymods.compile.refusals import used_up
-from lazymods.compile.tokens import Kind, kind_of
 
-_CONTAINERS = (Kind.LIST, Kind.DICT, Kind.SET, Kind.QUEUE, Kind.OBJECT)
+_CONTAINERS = (TokenKind.LIST, TokenKind.DICT, TokenKind.SET, TokenKind.QUEUE, TokenKind.OBJECT)
 _MAX_PARTS = 10_000  # that are looked into, of a list as well; a leak beyond them is refused too, and stays there
 
 
@@ -109,14 +109,16 @@ def _holders(found: Iterable[tuple[str, Any]]) -> list[_Holder]:
     while waiting and len(seen) < _MAX_PARTS:
         name, thing = waiting.popleft()
         kind = kind_of(thing)
-        if id(thing) in seen or not (kind is Kind.TUPLE or kind in _CONTAINERS):
+        if id(thing) in seen or not (kind is TokenKind.TUPLE or kind in _CONTAINERS):
             continue
         seen.add(id(thing))
-        contents = thing if kind is Kind.TUPLE else contents_of(thing)
-        if kind is not Kind.TUPLE:
+        contents = thing if kind is TokenKind.TUPLE else contents_of(thing)
+        if kind is not TokenKind.TUPLE:
             out.append(_Holder(name, thing, contents))
-        of_object = kind is Kind.OBJECT
-        waiting += [(f"{name}.{k}" if of_object else name, v) for k, v in _first(contents) if kind_of(v) >= Kind.TUPLE]
+        of_object = kind is TokenKind.OBJECT
+        waiting += [
+            (f"{name}.{k}" if of_object else name, v) for k, v in _first(contents) if kind_of(v) >= TokenKind.TUPLE
+        ]
     return out
 
 
@@ -127,7 +129,7 @@ def _as_holder(node: Any) -> _Holder:
 def _parts_of(holders: Iterable[_Holder]) -> Iterator[tuple[str, Any]]:
     for name, _, contents in holders:
         for key, value in _first(contents):
-            if kind_of(value) is Kind.ATOM:
+            if kind_of(value) is TokenKind.ATOM:
                 yield (f"{name}.{key}" if key else name), value
 
 
@@ -137,7 +139,7 @@ def _parts_of(holders: Iterable[_Holder]) -> Iterator[tuple[str, Any]]:
 def _iterators(found: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
     """Yield the iterators among some values, and how far they are."""
     for name, value in found:
-        if kind_of(value) is Kind.ATOM and isinstance(value, Iterator):
+        if kind_of(value) is TokenKind.ATOM and isinstance(value, Iterator):
             yield name, value, _progress(value)
 
 

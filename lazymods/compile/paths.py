@@ -1,7 +1,7 @@
 """Python control flow on the values of arrays: one compiled program from each decision to the next.
 
 A :class:`Paths` runs a function whose Python asks for values (``if``, ``while``, ``bool()``, ``int()``, ``float()``,
-``.item()``). The first call records it (:mod:`lazymods.lazytensor.graph`). Where Python asks, what was recorded so far
+``.item()``). The first call records it (:mod:`lazymods._recording.graph`). Where Python asks, what was recorded so far
 becomes a program, which computes the value asked for and all others that are still alive; it is run, and recording
 goes on with its results. The programs form a tree: a call runs from the root, at each decision takes the branch of the
 value found, and runs no Python of the function at all. A value that has no branch yet makes the function run once more:
@@ -22,10 +22,10 @@ import numpy as np
 from lazymods import _compat
 from lazymods._compat import tracing
 from lazymods._errors import LazyError, Problem
+from lazymods._recording.graph import Cell, Graph, Node, compiled, needed
+from lazymods._recording.kinds import kind_of
 from lazymods.compile.outside import refuse_leaks
 from lazymods.compile.program import getter
-from lazymods.lazytensor.graph import Cell, Graph, Node, compiled, needed
-from lazymods.lazytensor.kinds import kind_of
 
 Body = Callable[[list[Any]], tuple[Sequence[Any], Any]]
 
@@ -34,7 +34,7 @@ class NoPathError(Exception):
     """A mutable array is made, which no segment could pass on to the next: the call is for plain Python (private)."""
 
 
-class _Segment:
+class _TraceBranch:
     """A program from one decision to the next, or to the end.
 
     Attributes:
@@ -70,7 +70,7 @@ class _Segment:
         self.gives: tuple[int, ...] = ()
         self.asked: int | None = None
         self.convert: Callable[[Any], Any] = _raw
-        self.branches: dict[Any, _Segment] = {}
+        self.branches: dict[Any, _TraceBranch] = {}
         self.fixed: list[Any] = []
         self.results: Callable[[list[Any]], Sequence[Any]] = getter(())
         self.rest: Any = None
@@ -138,7 +138,7 @@ class Paths:
         self._body, self._check = body, check
         self._max_paths = max_paths
         self._name = name
-        self._root: _Segment | None = None
+        self._root: _TraceBranch | None = None
         self._count = 0
         self._lock = threading.Lock()
 
@@ -160,7 +160,7 @@ class Paths:
         """
         # a number among the leaves is an input as well: as what it is in an operation, an array of weak type
         values = [v if type(v) is _ARRAY else tracing.executed(v) for v in leaves]
-        trail: list[tuple[_Segment, Any, Any]] = []
+        trail: list[tuple[_TraceBranch, Any, Any]] = []
         segment = self._root
         while segment is not None:
             segment.run(values)
@@ -171,7 +171,9 @@ class Paths:
             segment = segment.branches.get(key)
         return self._grow(values, len(leaves), trail)
 
-    def _grow(self, values: list[Any], arguments: int, trail: list[tuple[_Segment, Any, Any]]) -> tuple[list[Any], Any]:
+    def _grow(
+        self, values: list[Any], arguments: int, trail: list[tuple[_TraceBranch, Any, Any]]
+    ) -> tuple[list[Any], Any]:
         if self._count >= self._max_paths:
             raise self._too_many()
         known = len(trail)
@@ -209,10 +211,12 @@ class Paths:
 class _Recording:
     """One run of the function's Python: along a known path first, then along a new one."""
 
-    def __init__(self, values: list[Any], arguments: int, trail: list[tuple[_Segment, Any, Any]], name: str) -> None:
+    def __init__(
+        self, values: list[Any], arguments: int, trail: list[tuple[_TraceBranch, Any, Any]], name: str
+    ) -> None:
         self.values = values  # of the arguments, then of what the segments gave
         self.trail = list(trail)
-        self.end = _Segment()
+        self.end = _TraceBranch()
         self._arguments = arguments
         self._known = len(trail)
         self._name = name
@@ -311,7 +315,7 @@ class _Recording:
 
     def _branch(self, cell: Cell, convert: Callable[[Any], Any]) -> Any:
         """Run what was recorded, up to a decision."""
-        segment = _Segment()
+        segment = _TraceBranch()
         if cell.value is None:
             self._segment(segment, [cell, *(c for node in self._pending for c in node.outputs if c.held)])
         segment.asked, segment.convert = self._places[cell], convert
@@ -319,7 +323,7 @@ class _Recording:
         self.trail.append((segment, answer, key))
         return answer
 
-    def _segment(self, segment: _Segment, wanted: Sequence[Cell]) -> None:
+    def _segment(self, segment: _TraceBranch, wanted: Sequence[Cell]) -> None:
         """Compile and run what some cells need."""
         outputs = list(dict.fromkeys(c for c in wanted if c.value is None))
         nodes = needed(self._pending, outputs, effects=True)

@@ -13,7 +13,7 @@ from flax import nnx
 
 from lazymods._compat.finding import problem, tell
 from lazymods._errors import NOT_TRACEABLE, MissingNameError
-from lazymods.compile.refusals import refuse_uncallable
+from lazymods._refusals import refuse_uncallable
 
 _missing = ""  # what, in the words of Python
 

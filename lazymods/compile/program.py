@@ -21,8 +21,8 @@ from jax.core import eval_jaxpr
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
 from lazymods._compat import tracing
-from lazymods.compile.metrics import COUNTS
-from lazymods.compile.records import Record
+from lazymods._counts import COUNTS
+from lazymods.compile.records import Effects
 from lazymods.compile.trace import Body, is_beside
 
 
@@ -96,7 +96,7 @@ class Program:
         can_be_kept: Whether it depends on nothing but its leaves and constants: no tracer of a trace around it.
     """
 
-    def __init__(self, tape: Tape, record: Record, takes: Sequence[int], inputs: int, donate: Sequence[int]) -> None:
+    def __init__(self, tape: Tape, record: Effects, takes: Sequence[int], inputs: int, donate: Sequence[int]) -> None:
         self.tape, self.record, self.takes = tape, record, takes
         self.donated = tuple(donate)
         self.at: dict[int, int] = {target: n for n, target in enumerate(takes)}
@@ -117,7 +117,7 @@ class Program:
             kinds = [(v.aval.shape, v.aval.dtype) for v in tape.invars]
             self._twins = [(a, d) for a in range(inputs - len(takes)) for d in donate if kinds[a] == kinds[d]]
 
-    def __call__(self, leaves: Sequence[Any]) -> tuple[Record, Sequence[Any]]:
+    def __call__(self, leaves: Sequence[Any]) -> tuple[Effects, Sequence[Any]]:
         """Run the program.
 
         Args:

@@ -1,8 +1,8 @@
 """What a function did besides computing arrays, so that a call of the compiled program can do it again.
 
-A :class:`Record` is written by a trace. It holds no array, no model and no tracer: objects that were there before
-stand in it by their number in a :class:`~lazymods.compile.picture.Picture` of the call, arrays by their number among
-the program's outputs, objects that the function made by how to make them.
+A :class:`Effects` is written by a trace. It holds no array, no model and no tracer: objects that were there before
+stand in it by their number in a :class:`~lazymods._objects.traced_state.TracedState` of the call, arrays by their
+number among the program's outputs, objects that the function made by how to make them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import jax
 
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
-from lazymods._recipe import Recipe
-from lazymods.compile.copies import Copies, class_of, items_of, object_contents
+from lazymods._initial.pending import PendingInit
+from lazymods._objects.copies import Copies, class_of, items_of, object_contents
+from lazymods._objects.tokens import TokenKind, kind_of, token
+from lazymods._objects.traced_state import Reads, TracedState, contents_of, held_by
 from lazymods.compile.given import Given, Orders, orders_of
-from lazymods.compile.picture import Picture, Reads, contents_of, held_by
 from lazymods.compile.statics import refuse_result, refuse_unrepeatable
-from lazymods.compile.tokens import Kind, kind_of, token
 
 
 @dataclasses.dataclass(eq=False)
@@ -86,7 +86,7 @@ class Value:
 class Group:
     """A tuple, bound method or partial function of other parts."""
 
-    kind: Kind
+    kind: TokenKind
     cls: Any
     parts: tuple[Any, ...]
 
@@ -108,7 +108,7 @@ class Made:
         maxlen: Of a queue, how many items it may hold.
     """
 
-    kind: Kind
+    kind: TokenKind
     cls: type
     contents: Any = None
     maxlen: int | None = None
@@ -130,7 +130,7 @@ class Change:
 
 
 @dataclasses.dataclass(eq=False)
-class Record:
+class Effects:
     """What a function did at one structure.
 
     Attributes:
@@ -214,14 +214,14 @@ def _size(value: Any) -> Any:
 
 def describe(
     out: Any,
-    base: Picture,
+    base: TracedState,
     copies: Copies,
     targets: Mapping[int, Any],
     reads: Reads | None,
     given: Given,
     leaves: Sequence[Any] = (),
     fixed: Collection[int] = (),
-) -> tuple[Record, list[Any]]:
+) -> tuple[Effects, list[Any]]:
     """Write a record of a run.
 
     Args:
@@ -246,7 +246,7 @@ def describe(
 
 class _Writer:
     def __init__(
-        self, base: Picture, copies: Copies, given: Given, leaves: Sequence[Any], fixed: Collection[int]
+        self, base: TracedState, copies: Copies, given: Given, leaves: Sequence[Any], fixed: Collection[int]
     ) -> None:
         self._base, self._copies, self._given, self._fixed = base, copies, given, fixed
         self._passed = {id(thing): number for number, thing in enumerate(given.things)}
@@ -257,7 +257,7 @@ class _Writer:
         self._new: dict[int, int] = {}
         self._orders: list[tuple[int, list[str]]] = []
 
-    def write(self, out: Any, targets: Mapping[int, Any], reads: Reads | None) -> tuple[Record, list[Any]]:
+    def write(self, out: Any, targets: Mapping[int, Any], reads: Reads | None) -> tuple[Effects, list[Any]]:
         described = self._tree(out)
         numbers = {id(t): i for i, t in targets.items()}
         places = {t.mark: i for i, t in targets.items() if hasattr(t, "mark")}
@@ -269,7 +269,7 @@ class _Writer:
             self._node(number, node, places, writes, changes)
         given = [(number, self._container(number)) for number in self._given.changed()]
         outputs = list(self._outputs.values())
-        record = Record(described, writes, changes, self._made, outputs, reads, self._orders, given)
+        record = Effects(described, writes, changes, self._made, outputs, reads, self._orders, given)
         return record, self._arrays
 
     def _container(self, number: int) -> Any:
@@ -302,15 +302,15 @@ class _Writer:
         same_class = class_of(copy) is type(node)
         names = [k for k in after if k != _compat.STATE]
         moved = [k for k in names if k not in begun or not _same_value(after[k], begun[k])]
-        ordered = kind is Kind.OBJECT or names == [k for k in begun if k != _compat.STATE]
-        if kind is Kind.NODE and not ordered and sorted(names) == sorted(k for k in begun if k != _compat.STATE):
+        ordered = kind is TokenKind.OBJECT or names == [k for k in begun if k != _compat.STATE]
+        if kind is TokenKind.NODE and not ordered and sorted(names) == sorted(k for k in begun if k != _compat.STATE):
             self._orders.append((number, list(after)))
             ordered = True
         if same_class and len(after) == len(begun) and ordered and all((id(node), k) in places for k in moved):
             if all(self._can_be_output(after[k]) for k in moved):
                 writes += [(places[id(node), k], self._own_output(after[k])) for k in moved]
                 return
-        if kind is Kind.OBJECT:
+        if kind is TokenKind.OBJECT:
             contents: dict[Any, Any] = {k: self._part(after[k]) for k in moved}
             contents |= {k: Gone() for k in begun if k not in after}
         else:
@@ -323,7 +323,7 @@ class _Writer:
     # ------------------------------------------------------------ values
 
     def _can_be_output(self, value: Any) -> bool:
-        return kind_of(value) is Kind.ARRAY and not _compat_jit.is_reference(value)
+        return kind_of(value) is TokenKind.ARRAY and not _compat_jit.is_reference(value)
 
     def _output(self, array: Any) -> Out | Leaf | New:
         if id(array) in self._references:
@@ -331,7 +331,7 @@ class _Writer:
         if isinstance(array, jax.Ref):  # the function has made it: each call makes another of what it holds at the end
             if id(array) not in self._new:
                 self._new[id(array)] = len(self._made)
-                self._made.append(Made(Kind.ARRAY, jax.Ref, self._output(array[...])))
+                self._made.append(Made(TokenKind.ARRAY, jax.Ref, self._output(array[...])))
             return New(self._new[id(array)])
         if id(array) not in self._outputs:
             self._outputs[id(array)] = Out(len(self._arrays))
@@ -348,9 +348,9 @@ class _Writer:
 
     def _tree(self, value: Any) -> Any:
         """Describe a pytree of results or the value of a Variable."""
-        if kind_of(value) is Kind.ARRAY:
+        if kind_of(value) is TokenKind.ARRAY:
             return self._output(value)
-        if kind_of(value) is Kind.ATOM and value is not None and not _has_keys(value):
+        if kind_of(value) is TokenKind.ATOM and value is not None and not _has_keys(value):
             return self._part(value)
         if self._is_old(value):
             return self._part(value)
@@ -361,23 +361,23 @@ class _Writer:
     def _is_old(self, value: Any) -> bool:
         """Whether a part of a result is no container that the function made."""
         kind = kind_of(value)
-        if kind in (Kind.DICT, Kind.LIST):
+        if kind in (TokenKind.DICT, TokenKind.LIST):
             known = id(value) in self._passed or id(value) in self._fixed
             return known or self._base.number(self._copies.original(value)) is not None
-        return kind in (Kind.NODE, Kind.VARIABLE)
+        return kind in (TokenKind.NODE, TokenKind.VARIABLE)
 
     def _part(self, value: Any) -> Any:
         kind = kind_of(value)
-        if kind is Kind.ATOM:
+        if kind is TokenKind.ATOM:
             original = self._copies.original(value)
             return Value(self._checked(value) if original is value else original)
-        if kind is Kind.ARRAY:
+        if kind is TokenKind.ARRAY:
             return self._output(value)
-        if kind is Kind.TUPLE:
+        if kind is TokenKind.TUPLE:
             return Group(kind, type(value), tuple(map(self._part, value)))
-        if kind is Kind.METHOD:
+        if kind is TokenKind.METHOD:
             return Group(kind, self._copies.original(value.__func__), (self._part(value.__self__),))
-        if kind is Kind.PARTIAL:
+        if kind is TokenKind.PARTIAL:
             return Group(kind, type(value), tuple(map(self._part, (value.func, value.args, value.keywords))))
         if id(value) in self._passed:
             return Passed(self._passed[id(value)])
@@ -385,7 +385,7 @@ class _Writer:
             return Value(value)
         number = self._base.number(self._copies.original(value))
         if number is not None:
-            return Old(number, kind is Kind.VARIABLE)
+            return Old(number, kind is TokenKind.VARIABLE)
         if id(value) not in self._new:
             self._new[id(value)] = len(self._made)
             maxlen = value.maxlen if isinstance(value, collections.deque) else None
@@ -402,11 +402,11 @@ class _Writer:
                 raise refuse_result(value, "it refers to a copy that was made for the trace")
         return value
 
-    def _contents(self, value: Any, kind: Kind) -> Any:
-        if kind is Kind.VARIABLE:
+    def _contents(self, value: Any, kind: TokenKind) -> Any:
+        if kind is TokenKind.VARIABLE:
             metadata = _compat.raw_metadata(value)
             return self._tree(value.get_raw_value()), {k: self._part(v) for k, v in metadata.items()}
-        held = object_contents(value) if kind is Kind.OBJECT else held_by(value, kind)
+        held = object_contents(value) if kind is TokenKind.OBJECT else held_by(value, kind)
         if isinstance(held, dict):
             return {k: self._part(v) for k, v in held.items() if k != _compat.STATE}
         return [self._part(v) for v in held]
@@ -415,7 +415,7 @@ class _Writer:
 def _same_value(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if kind_of(a) is Kind.ATOM and kind_of(b) is Kind.ATOM:
+    if kind_of(a) is TokenKind.ATOM and kind_of(b) is TokenKind.ATOM:
         return token(a) == token(b)
     return False
 
@@ -436,8 +436,8 @@ def _same_metadata(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def _has_keys(value: Any) -> bool:
-    """Whether a value is the recipe of a placeholder that was made under a trace: its keys are arrays."""
-    return type(value) is Recipe and not value.is_static
+    """Whether a value is the pending init of a placeholder that was made under a trace: its keys are arrays."""
+    return type(value) is PendingInit and not value.is_static
 
 
 def has_objects(part: Any) -> bool:

@@ -9,12 +9,14 @@ import jax
 
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
+from lazymods._objects.attributes import Attributes, new_object
+from lazymods._objects.tokens import TokenKind, kind_of
+from lazymods._objects.traced_state import TracedState, held_by
 from lazymods._snapshot import refill
-from lazymods.compile.attributes import Attributes, new_object
 from lazymods.compile.given import Given, put_in_order
-from lazymods.compile.picture import Picture, held_by
 from lazymods.compile.records import (
     Change,
+    Effects,
     Gone,
     Group,
     Keep,
@@ -24,14 +26,12 @@ from lazymods.compile.records import (
     Old,
     Out,
     Passed,
-    Record,
     Tree,
     Value,
 )
-from lazymods.compile.tokens import Kind, kind_of
 
 
-class Replay:
+class EffectsReplay:
     """Does what a record says, to the objects of one call.
 
     Args:
@@ -44,14 +44,14 @@ class Replay:
 
     def __init__(
         self,
-        record: Record,
+        record: Effects,
         outputs: Sequence[Any],
         reach: Sequence[Any],
         given: Given | None,
         leaf: Callable[[int], Any] | None = None,
     ) -> None:
         self._record, self._outputs, self._given, self._leaf = record, outputs, given, leaf
-        self._base = None if record.is_plain and not record.orders else Picture(reach, reads=record.reads)
+        self._base = None if record.is_plain and not record.orders else TracedState(reach, reads=record.reads)
         self._new = [self._empty(made) for made in record.made]
         for made, thing in zip(record.made, self._new, strict=True):
             self._fill(made, thing)
@@ -75,7 +75,7 @@ class Replay:
                 _compat.write_variable(thing, change.cls or type(thing), self.value(raw), items)
                 continue
             held = held_by(thing)
-            if kind_of(thing) is Kind.OBJECT:
+            if kind_of(thing) is TokenKind.OBJECT:
                 self._change_object(thing, held, change)
             elif isinstance(held, dict):
                 before = dict(held)
@@ -124,9 +124,9 @@ class Replay:
             case Tree(treedef, parts, orders):
                 leaves = [self.value(p) for p in parts]
                 return put_in_order(treedef.unflatten(leaves), orders, leaves)
-            case Group(Kind.METHOD, function, (owner,)):
+            case Group(TokenKind.METHOD, function, (owner,)):
                 return function.__get__(self.value(owner))
-            case Group(Kind.PARTIAL, cls, (function, args, keywords)):
+            case Group(TokenKind.PARTIAL, cls, (function, args, keywords)):
                 return cls(self.value(function), *self.value(args), **self.value(keywords))
             case Group(_, cls, parts):
                 made = [self.value(p) for p in parts]
@@ -143,22 +143,22 @@ class Replay:
                 return self._given.things[number]  # type: ignore[union-attr]
 
     def _empty(self, made: Made) -> Any:
-        if made.kind is Kind.ARRAY:
+        if made.kind is TokenKind.ARRAY:
             return jax.new_ref(self.value(made.contents))
-        if made.kind is Kind.VARIABLE:
+        if made.kind is TokenKind.VARIABLE:
             return _compat.new_variable(made.cls, None, {})  # type: ignore[arg-type]
-        if made.kind is Kind.NODE:
+        if made.kind is TokenKind.NODE:
             thing = new_object(made.cls)
             vars(thing)[_compat.STATE] = _compat_jit.new_state()
             return thing
-        if made.kind is Kind.OBJECT:
+        if made.kind is TokenKind.OBJECT:
             return new_object(made.cls)
         return made.cls() if made.maxlen is None else made.cls(maxlen=made.maxlen)
 
     def _fill(self, made: Made, thing: Any) -> None:
-        if made.kind is Kind.ARRAY:
+        if made.kind is TokenKind.ARRAY:
             return
-        if made.kind is Kind.VARIABLE:
+        if made.kind is TokenKind.VARIABLE:
             raw, metadata = made.contents
             items = {k: self.value(v) for k, v in metadata.items()}
             _compat.write_variable(thing, made.cls, self.value(raw), items)
@@ -170,8 +170,8 @@ class Replay:
             refill(held, [self.value(v) for v in made.contents])
 
 
-def result_of(record: Record, outputs: Sequence[Any]) -> Any:
+def result_of(record: Effects, outputs: Sequence[Any]) -> Any:
     """Return what the function returned, if that was nothing but arrays and static values."""
     if type(record.out) is Out:
         return outputs[record.out.number]
-    return Replay(record, outputs, (), None).out()
+    return EffectsReplay(record, outputs, (), None).out()

@@ -3,7 +3,7 @@
 :func:`compare` walks both sides at once and raises at the first place where they differ. What is counted or chosen
 is compared exactly: classes, names and their order, metadata, static values by type and value, which places share an
 object, shapes, dtypes, integers, booleans and random keys. Floats in arrays are compared to rounding, since a compiled
-program may fuse and reorder them: ``ROUNDING`` in :mod:`lazymods.compile.shadow_values` says how far, and where that
+program may fuse and reorder them: ``ROUNDING`` in :mod:`lazymods._objects.comparing` says how far, and where that
 is not enough, runs with noise in the inputs do (:mod:`lazymods.compile.noise`). What has no content that is known, such
 as an iterator, is only asked for its class, and for ``==`` where the class defines it.
 
@@ -26,8 +26,7 @@ from flax import nnx
 from lazymods import _compat
 from lazymods._errors import LazyError, Problem, describe
 from lazymods._graph import is_placeholder
-from lazymods.compile.picture import held_by
-from lazymods.compile.shadow_values import (
+from lazymods._objects.comparing import (
     Name,
     class_of,
     is_identical,
@@ -38,7 +37,8 @@ from lazymods.compile.shadow_values import (
     shown,
     values_differ,
 )
-from lazymods.compile.tokens import Kind, kind_of
+from lazymods._objects.tokens import TokenKind, kind_of
+from lazymods._objects.traced_state import held_by
 
 _WRITE = (
     "f without lm.jit, if it depends on what no program can see (time, files, random numbers of Python); "
@@ -154,7 +154,15 @@ class _Twins:
         return f"the object of {here[1] if here else path}", "an object of its own"
 
 
-_WITH_IDENTITY = (Kind.VARIABLE, Kind.NODE, Kind.OBJECT, Kind.DICT, Kind.LIST, Kind.SET, Kind.QUEUE)
+_WITH_IDENTITY = (
+    TokenKind.VARIABLE,
+    TokenKind.NODE,
+    TokenKind.OBJECT,
+    TokenKind.DICT,
+    TokenKind.LIST,
+    TokenKind.SET,
+    TokenKind.QUEUE,
+)
 
 
 def _has_identity(value: Any) -> bool:
@@ -167,9 +175,9 @@ def _look(path: str, a: Any, b: Any, todo: list[Step]) -> tuple[str, str] | None
     if type(a) is not type(b):
         return class_of(b), class_of(a)
     kind = kind_of(a)
-    if kind is Kind.ATOM or isinstance(a, (jax.ShapeDtypeStruct, frozenset)):
+    if kind is TokenKind.ATOM or isinstance(a, (jax.ShapeDtypeStruct, frozenset)):
         return _atoms_differ(path, a, b, todo)
-    if kind is Kind.SET:
+    if kind is TokenKind.SET:
         return sets_differ(a, b)
     parts = list(_parts(path, kind, a))
     others = list(_parts(path, kind, b))
@@ -188,31 +196,32 @@ class _Part(NamedTuple):
     value: Any
 
 
-def _parts(path: str, kind: Kind, value: Any) -> Iterator[_Part]:
+def _parts(path: str, kind: TokenKind, value: Any) -> Iterator[_Part]:
     """Return what a value holds, in its order."""
-    if kind is Kind.VARIABLE:
+    if kind is TokenKind.VARIABLE:
         yield from _of_variable(path, value)
     elif kind in _NAMED:
         yield from (_Part(name, f"{path}.{name}", getattr(value, name)) for name in _NAMED[kind])
-    elif kind in (Kind.NODE, Kind.OBJECT):
+    elif kind in (TokenKind.NODE, TokenKind.OBJECT):
         yield from _of_object(path, kind, value)
-    elif kind is Kind.DICT:
+    elif kind is TokenKind.DICT:
         yield from (_Part(key, f"{path}[{key!r}]", held) for key, held in value.items())
     else:
         yield from _of_sequence(path, value)
-    if kind in (Kind.DICT, Kind.LIST, Kind.TUPLE, Kind.QUEUE) and type(value).__dictoffset__:  # a class of the user's
+    # a class of the user's
+    if kind in (TokenKind.DICT, TokenKind.LIST, TokenKind.TUPLE, TokenKind.QUEUE) and type(value).__dictoffset__:
         yield from (_Part(Name("attribute", n), f"{path}.{n}", held) for n, held in vars(value).items())
 
 
 _PRIVATE = (_compat.STATE, _compat.NODES)
-_NAMED = {Kind.METHOD: ("__func__", "__self__"), Kind.PARTIAL: ("func", "args", "keywords")}
+_NAMED = {TokenKind.METHOD: ("__func__", "__self__"), TokenKind.PARTIAL: ("func", "args", "keywords")}
 
 
-def _of_object(path: str, kind: Kind, value: Any) -> Iterator[_Part]:
+def _of_object(path: str, kind: TokenKind, value: Any) -> Iterator[_Part]:
     for name, held in held_by(value, kind).items():
         if name not in _PRIVATE:
             yield _Part(name, f"{path}.{name}", held)
-    if kind is Kind.NODE:
+    if kind is TokenKind.NODE:
         attributes = vars(value)
         for name, is_data in sorted(dict(attributes.get(_compat.NODES, {})).items()):
             if name not in _PRIVATE and not is_value(attributes.get(name)):  # a number may become an array, and data

@@ -7,17 +7,17 @@ from typing import Any
 
 from lazymods import _graph
 from lazymods._errors import NOT_TRACEABLE, ShapeInferenceError
-from lazymods._inference import initialize
-from lazymods._optimizer import LazyOptimizer
+from lazymods._model.inference import initialize
+from lazymods._model.optimizer import LazyOptimizer
+from lazymods._objects.copies import Copies
+from lazymods._objects.traced_state import TracedState
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
-from lazymods.compile.copies import Copies
-from lazymods.compile.picture import Picture
 
 
 def has_optimizer(call: Binding) -> bool:
     """Whether a call reaches a ``LazyOptimizer`` without state: its model is sized first, then its state is made."""
-    return any(_graph.is_lazy_node(n) and isinstance(n, LazyOptimizer) for n in Picture(call.reach).nodes)
+    return any(_graph.is_lazy_node(n) and isinstance(n, LazyOptimizer) for n in TracedState(call.reach).nodes)
 
 
 def size(function: Any, arguments: Arguments, call: Binding, attributes: Sequence[tuple[Any, str]]) -> None:
@@ -54,7 +54,7 @@ def size(function: Any, arguments: Arguments, call: Binding, attributes: Sequenc
         raise
     finally:
         _graph.LOCAL.updated = before
-    known = set(map(id, Picture(call.reach).nodes))
+    known = set(map(id, TracedState(call.reach).nodes))
     for optimizer, model in found:
         if id(optimizer) in known and id(model) in known and _graph.is_lazy_node(optimizer):
             optimizer.make_state(model)

@@ -16,17 +16,17 @@ import jax
 
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import Problem
+from lazymods._objects.copies import Copies
+from lazymods._objects.tokens import TokenKind, kind_of
+from lazymods._objects.traced_state import TracedState, input_of, with_inputs
+from lazymods._refusals import ArgumentError
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter, is_whole
 from lazymods.compile.binding import Binding
-from lazymods.compile.copies import Copies
+from lazymods.compile.call_plan import CallPlan
 from lazymods.compile.dot import dot
-from lazymods.compile.picture import Picture, input_of, with_inputs
-from lazymods.compile.plan import Plan
 from lazymods.compile.program import Program
-from lazymods.compile.refusals import ArgumentError
-from lazymods.compile.replay import Replay
-from lazymods.compile.tokens import Kind, kind_of
+from lazymods.compile.replay import EffectsReplay
 
 
 class Staged:
@@ -274,7 +274,7 @@ class _Target:
                 call = self._function.sized(arguments, call)
             if call.key not in self._keys:
                 raise _other_structure(self._function.name)
-            plan, record = Plan(self._program, call), self._program.record
+            plan, record = CallPlan(self._program, call), self._program.record
             outputs = compiled(*self._program.arranged(plan.leaves(list(call.values)))[1])
             out = self._function.replay(record, outputs, call, plan)
             if record.only_sorts and len(self._keys) == 1:  # the next call finds the attributes in that order
@@ -310,7 +310,7 @@ def shape_of(value: Any) -> Any:
     """Return a ``jax.ShapeDtypeStruct`` for an array, and any other value as it is."""
     if isinstance(value, tuple):
         return with_inputs(value, jax.tree.map(shape_of, input_of(value)))
-    if kind_of(value) is not Kind.ARRAY:
+    if kind_of(value) is not TokenKind.ARRAY:
         return value
     aval = jax.typeof(value)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
@@ -318,8 +318,8 @@ def shape_of(value: Any) -> Any:
 
 def _shapes(program: Program, call: Binding) -> Any:
     """Return what a program's function returns, with shapes for arrays; nnx objects in it are copies."""
-    picture = Picture(call.reach, reads=program.record.reads)
-    copies = Copies(picture)
+    traced_state = TracedState(call.reach, reads=program.record.reads)
+    copies = Copies(traced_state)
     reach = [copies.of(value) for value in call.reach]
     for target, value in zip(call.targets, call.values_of_targets(), strict=True):
         _put(copies, target, shape_of(value))
@@ -327,7 +327,7 @@ def _shapes(program: Program, call: Binding) -> Any:
     given = call.given()  # of containers that are copies: the caller's stay as they are
     given.things = [jax.tree.map(shape_of, thing, is_leaf=is_whole) for thing in given.things]
     leaf = functools.partial(call.leaf_of, program.at)
-    replay = Replay(program.record, outputs, reach, given, lambda number: shape_of(leaf(number)))
+    replay = EffectsReplay(program.record, outputs, reach, given, lambda number: shape_of(leaf(number)))
     for target, out in program.record.writes:
         _put(copies, call.targets[program.at[target]], outputs[out.number])
     replay.change()

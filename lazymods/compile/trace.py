@@ -1,8 +1,8 @@
 """A function at one structure as a pure function of flat arrays.
 
-A :class:`Body` runs the function on copies of all that it reaches (:mod:`lazymods.compile.copies`), in which the leaves
-are. So the user's own objects are never touched: other threads may use them, and what fails changes nothing. What the
-function did to the copies is what the program will do to the originals (:mod:`lazymods.compile.records`).
+A :class:`Body` runs the function on copies of all that it reaches (:mod:`lazymods._objects.copies`), in which the
+leaves are. So the user's own objects are never touched: other threads may use them, and what fails changes nothing.
+What the function did to the copies is what the program will do to the originals (:mod:`lazymods.compile.records`).
 
 A lazy layer whose copy is called for the first time is the exception: the original is initialized at once, outside of
 the trace, as anywhere. Its parameters become inputs of the program. Where that can't be, since a transform has a copy
@@ -16,16 +16,17 @@ from typing import Any
 
 import jax
 
-from lazymods import _compat, _first_call, _graph, _lifecycle
+from lazymods import _compat, _graph
 from lazymods._compat import jit as _compat_jit
 from lazymods._compat import subclasses as _compat_subclasses
 from lazymods._compat import tracing as _compat_tracing
-from lazymods.compile.copies import Copies
+from lazymods._layer import first_call, lifecycle
+from lazymods._objects.copies import Copies
+from lazymods._objects.tokens import TokenKind, kind_of
+from lazymods._objects.traced_state import Reads, TracedState, held_by, put_item, with_inputs
 from lazymods.compile.given import Given
 from lazymods.compile.outside import leaving_alone
-from lazymods.compile.picture import Picture, Reads, held_by, put_item, with_inputs
-from lazymods.compile.records import Record, describe
-from lazymods.compile.tokens import Kind, kind_of
+from lazymods.compile.records import Effects, describe
 
 _compat_subclasses.let_tracers_be_arrays()
 
@@ -53,7 +54,7 @@ class NotSizedError(Exception):
     """A lazy layer is met that can't be initialized in the middle of the trace (private)."""
 
 
-class Stage:
+class TraceStage:
     """What a trace does with lazy layers.
 
     Args:
@@ -92,30 +93,30 @@ class Stage:
             raise NotSizedError
         if original is layer:
             return False
-        args, kwargs = _first_call.as_specs((args, kwargs))
+        args, kwargs = first_call.as_specs((args, kwargs))
         _graph.LOCAL.stage = None
         try:
-            with _compat.at_trace(_compat.eval_trace()), _lifecycle.LOCK:
+            with _compat.at_trace(_compat.eval_trace()), lifecycle.LOCK:
                 if _graph.is_lazy_node(original):
-                    _first_call.finish(original, args, kwargs, keep_class=_first_call.is_carried(original))
+                    first_call.finish(original, args, kwargs, keep_class=first_call.is_carried(original))
         finally:
             _graph.LOCAL.stage = self
         with _compat.at_trace(self._trace):
-            self._adopt(Picture([original]))
+            self._adopt(TracedState([original]))
         return True
 
-    def _adopt(self, picture: Picture) -> None:
-        for variable in self._copies.renew(picture):
+    def _adopt(self, traced_state: TracedState) -> None:
+        for variable in self._copies.renew(traced_state):
             raw = variable.get_raw_value()
             if isinstance(raw, jax.Array):
                 self.adopted.append((variable, raw))
                 self._copies.give(variable, None, _compat_jit.as_input(raw))
-        for node, key in picture.slots:
+        for node, key in traced_state.slots:
             value = held_by(node)[key]
             if self._copies.is_renewed(node) and isinstance(value, jax.Array):
                 self.adopted.append((Place(node, key), value))
                 self._copies.give(node, key, _compat_jit.as_input(value))
-        self._copies.begin(picture, renewed=True)
+        self._copies.begin(traced_state, renewed=True)
 
 
 class Body:
@@ -134,7 +135,7 @@ class Body:
 
     Attributes:
         own_trace: After a run: a weak reference to its trace. (jax takes what has a ``trace`` for jitted.)
-        record: After a run: what else it did, see :class:`~lazymods.compile.records.Record`.
+        record: After a run: what else it did, see :class:`~lazymods.compile.records.Effects`.
         kept: After a run: the numbers of the targets that it can have read; others count for nothing.
         adopted: After a run: Variables and places that were initialized in it, and their values, constants of the
             trace. They count as further targets.
@@ -156,7 +157,7 @@ class Body:
         self.own_trace: Any = None
         self._reads, self._attributes = reads, attributes
         self.inputs, self.targets = inputs, list(targets)
-        self.record: Record | None = None
+        self.record: Effects | None = None
         self.kept: list[int] = []
         self.adopted: list[tuple[Any, Any]] = []
         self.has_read_more = False
@@ -165,20 +166,20 @@ class Body:
         """Run the function on these leaves; return the arrays that it returned, then those that it wrote."""
         leaves = [_compat_jit.wrap_key(v, self._impls[i]) if i in self._impls else v for i, v in enumerate(leaves)]
         self.own_trace = _compat.weak(_compat.current_trace())
-        picture = Picture(self._reach)
-        copies = Copies(picture, self._reads)
+        traced_state = TracedState(self._reach)
+        copies = Copies(traced_state, self._reads)
         for target, value in zip(self.targets, leaves[self.inputs :], strict=True):
             if isinstance(target, Place):
                 copies.give(target.node, target.key, with_inputs(target.held[target.key], value))
             else:
                 copies.give(target, None, value)
-        copies.begin(picture)
+        copies.begin(traced_state)
         for owner, name in self._attributes:
             copies.swap(owner, name)
-        stage, outer = Stage(copies), _graph.LOCAL.stage
+        stage, outer = TraceStage(copies), _graph.LOCAL.stage
         _graph.LOCAL.stage = stage
         try:
-            with leaving_alone(self._constants, picture.nodes) as fixed, copies.swapped():
+            with leaving_alone(self._constants, traced_state.nodes) as fixed, copies.swapped():
                 out, given = self._call(copies, leaves[: self.inputs])
         finally:
             _graph.LOCAL.stage = outer
@@ -187,7 +188,7 @@ class Body:
         if self._reads is not None:
             version, reads = self._reads.version, self._reads.settle()
             self.has_read_more = reads.version != version
-        base = picture if reads is None and not self.adopted else Picture(self._reach, reads=reads)
+        base = traced_state if reads is None and not self.adopted else TracedState(self._reach, reads=reads)
         known = {*map(id, base.variables), *((id(node), key) for node, key in base.slots)}
         self.kept = [n for n, t in enumerate(self.targets) if mark_of(t) in known]
         targets = {n: self.targets[n] for n in self.kept}
@@ -203,7 +204,7 @@ def mark_of(target: Any) -> Any:
 
 def is_beside(target: Any) -> bool:
     """Whether a target is a place in a plain object or container, which is no part of a model."""
-    return isinstance(target, Place) and kind_of(target.node) is not Kind.NODE
+    return isinstance(target, Place) and kind_of(target.node) is not TokenKind.NODE
 
 
 def write(target: Any, value: Any) -> None:

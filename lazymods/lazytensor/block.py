@@ -10,7 +10,7 @@ from typing import Any
 
 from lazymods import _compat
 from lazymods._compat import calls, tracing, values
-from lazymods.compile.refusals import refuse_uncallable
+from lazymods._refusals import refuse_uncallable
 from lazymods.lazytensor.trace import session, session_for
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from lazymods import _compat
 from lazymods._compat import tracing
 from lazymods._errors import LazyError, Problem
-from lazymods.compile.shadow_values import values_differ
-from lazymods.lazytensor.graph import Cell, Graph
-from lazymods.lazytensor.kinds import Kind, kind_of
+from lazymods._objects.comparing import values_differ
+from lazymods._recording.graph import Cell, Graph
+from lazymods._recording.kinds import OperationKind, kind_of
 from lazymods.lazytensor.trace import SESSIONS, LazyTensor, Session
 
 _WRITE = "lazy() around less of it, until it is known what differs; then report it as a fault of lazymods, with that"
@@ -77,7 +77,7 @@ class CheckedSession(Session):
                 if cell in wanted and cell.plain is not None:
                     self._compare(node.kind, cell)
 
-    def _compare(self, kind: Kind, cell: Cell) -> None:
+    def _compare(self, kind: OperationKind, cell: Cell) -> None:
         plain, cell.plain = cell.plain, None  # from here on both go on with one value: rounding does not add up
         if isinstance(plain, _Raised):
             error = plain.error

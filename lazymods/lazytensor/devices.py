@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from lazymods._compat import tracing
-from lazymods.lazytensor.graph import Graph, Node
+from lazymods._recording.graph import Graph, Node
 
 
 def by_devices(graph: Graph) -> list[list[Node]]:

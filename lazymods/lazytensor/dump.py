@@ -9,8 +9,8 @@ import jax
 
 from lazymods._compat import tracing
 from lazymods._errors import LazyError, Problem
-from lazymods.lazytensor.graph import Cell, Graph, Node, Structure, graph_of, needed
-from lazymods.lazytensor.kinds import show
+from lazymods._recording.graph import Cell, Graph, Node, Structure, graph_of, needed
+from lazymods._recording.kinds import show
 from lazymods.lazytensor.trace import LazyTensor
 
 

@@ -19,10 +19,10 @@ import jax
 
 from lazymods import _compat
 from lazymods._compat import tracing
-from lazymods.compile.cache import Cache, CacheInfo, resized
+from lazymods._program_cache import Cache, CacheInfo, resized
+from lazymods._recording.graph import Cell, Graph, Structure, compiled, graph_of
 from lazymods.lazytensor import metrics
 from lazymods.lazytensor.devices import by_devices
-from lazymods.lazytensor.graph import Cell, Graph, Structure, compiled, graph_of
 
 _LOCK = threading.Lock()
 _graphs: OrderedDict[Structure, _Entry] = OrderedDict()

@@ -18,7 +18,7 @@ import jax
 from flax import nnx
 
 from lazymods._errors import LazyError, Problem
-from lazymods.compile.refusals import refuse_uncallable
+from lazymods._refusals import refuse_uncallable
 from lazymods.lazytensor import reach
 from lazymods.lazytensor.reach import Looked, UnknownError, is_input, is_object
 

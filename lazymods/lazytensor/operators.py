@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lazymods._compat import tracing
-from lazymods.lazytensor.kinds import Kind
+from lazymods._recording.kinds import OperationKind
 from lazymods.lazytensor.trace import LazyTensor, Session
 
 _BINARY = (
@@ -26,7 +26,7 @@ _MOST = 1 << 12
 class _Known(NamedTuple):
     """What an operator becomes: an operation of one kind, of the operands in this order."""
 
-    kind: Kind
+    kind: OperationKind
     swapped: bool
 
 

@@ -21,8 +21,8 @@ import numpy as np
 from flax import nnx
 
 from lazymods._graph import attributes, nodes
-from lazymods.compile.reached import MISSING, names_in_callable, parts_of_callable
-from lazymods.compile.tokens import Same, token
+from lazymods._objects.reached import MISSING, names_in_callable, parts_of_callable
+from lazymods._objects.tokens import SameObject, token
 
 # Modules whose functions give the same whenever they are called with the same.
 _PURE = frozenset(
@@ -205,7 +205,7 @@ def fixed(value: Any, above: tuple[int, ...] = ()) -> Hashable:
     if isinstance(value, (jax.sharding.Sharding, jax.sharding.Mesh, jax.sharding.PartitionSpec, np.dtype)):
         return (type(value), value)
     known = token(value)
-    if isinstance(known, Same):
+    if isinstance(known, SameObject):
         raise UnknownError
     return known
 

@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from lazymods._compat import calls, subclasses, tracing, values
+from lazymods._recording.graph import Cell, Graph, Node, graph_of, needed
+from lazymods._recording.kinds import kind_of
 from lazymods.lazytensor import executor, metrics
-from lazymods.lazytensor.graph import Cell, Graph, Node, graph_of, needed
-from lazymods.lazytensor.kinds import kind_of
 
 _created = metrics.created.add
 _MOST_OPS = 20_000  # operations after which a graph is cut: XLA takes minutes for more

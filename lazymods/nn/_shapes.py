@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from lazymods._sizing import NotInferableError
+from lazymods._layer.sizing import NotInferableError
 
 Config = Any
 

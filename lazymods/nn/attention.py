@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lazymods._factory import make
-from lazymods._plan import Plan
+from lazymods._layer.class_spec import LazyClassSpec
+from lazymods._layer.factory import make
 from lazymods.nn._shapes import Config, last_axis
 
 
@@ -29,7 +29,7 @@ def _init_cache(config: Config, input_shape: Any, *_: Any, **__: Any) -> tuple[t
 
 
 LazyMultiHeadAttention = make(
-    Plan(nnx.MultiHeadAttention, _infer, ("in_features",), _structure, entries={"init_cache": _init_cache}),
+    LazyClassSpec(nnx.MultiHeadAttention, _infer, ("in_features",), _structure, entries={"init_cache": _init_cache}),
     name="LazyMultiHeadAttention",
     module=__name__,
     doc="""Multi-head attention without input sizes; becomes ``nnx.MultiHeadAttention``.

@@ -7,9 +7,9 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods._factory import make
-from lazymods._plan import Plan
-from lazymods._sizing import NotInferableError
+from lazymods._layer.class_spec import LazyClassSpec
+from lazymods._layer.factory import make
+from lazymods._layer.sizing import NotInferableError
 from lazymods.nn._shapes import Config, axes_over, check_divides, check_rank, last_axis, rank_of, size_at
 
 # ---------------------------------------------------------------- Linear
@@ -20,7 +20,7 @@ def _linear(config: Config, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
 
 
 LazyLinear = make(
-    Plan(nnx.Linear, _linear, ("in_features",), scales=("out_features",)),
+    LazyClassSpec(nnx.Linear, _linear, ("in_features",), scales=("out_features",)),
     name="LazyLinear",
     module=__name__,
     doc="""A linear map without ``in_features``; becomes ``nnx.Linear``.
@@ -75,7 +75,7 @@ def _linear_general_prepare(config: dict[str, Any]) -> dict[str, Any]:
 
 
 LazyLinearGeneral = make(
-    Plan(
+    LazyClassSpec(
         nnx.LinearGeneral, _linear_general, ("in_features",), _linear_general_structure, prepare=_linear_general_prepare
     ),
     name="LazyLinearGeneral",
@@ -150,7 +150,7 @@ def _einsum_structure(config: Config) -> dict[str, Any]:
 
 
 LazyEinsum = make(
-    Plan(nnx.Einsum, _einsum, ("kernel_shape",), _einsum_structure, options={"sizes": {}}),
+    LazyClassSpec(nnx.Einsum, _einsum, ("kernel_shape",), _einsum_structure, options={"sizes": {}}),
     name="LazyEinsum",
     module=__name__,
     doc="""An einsum with a learned kernel whose shape follows from the input; becomes ``nnx.Einsum``.
@@ -244,7 +244,7 @@ def _make_conv(cls: type, name: str, rank: int | None = None) -> Any:
     )
     infer = _conv if rank is None else _conv_nd(rank)
     prepare = None if rank is None else _conv_prepare(name, rank)
-    plan = Plan(cls, infer, ("in_features",), prepare=prepare, scales=("out_features",))
+    plan = LazyClassSpec(cls, infer, ("in_features",), prepare=prepare, scales=("out_features",))
     return make(plan, name=name, module=__name__, doc=doc)
 
 
@@ -276,7 +276,7 @@ def _embed(config: Config, *_: Any, **__: Any) -> dict[str, Any]:
 
 
 LazyEmbed = make(
-    Plan(
+    LazyClassSpec(
         nnx.Embed,
         _embed,
         (),

@@ -6,8 +6,8 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods._factory import make
-from lazymods._plan import Plan
+from lazymods._layer.class_spec import LazyClassSpec
+from lazymods._layer.factory import make
 from lazymods.nn._shapes import Config, last_axis
 
 
@@ -16,7 +16,7 @@ def _infer(config: Config, x: Any, *_: Any, **__: Any) -> dict[str, Any]:
 
 
 LazyLoRA = make(
-    Plan(nnx.LoRA, _infer, ("in_features",)),
+    LazyClassSpec(nnx.LoRA, _infer, ("in_features",)),
     name="LazyLoRA",
     module=__name__,
     doc="""A low-rank adapter without ``in_features``; becomes ``nnx.LoRA``.
@@ -36,7 +36,7 @@ LazyLoRA = make(
 )
 
 LazyLoRALinear = make(
-    Plan(nnx.LoRALinear, _infer, ("in_features",)),
+    LazyClassSpec(nnx.LoRALinear, _infer, ("in_features",)),
     name="LazyLoRALinear",
     module=__name__,
     doc="""A linear map with a low-rank adapter, without ``in_features``; becomes ``nnx.LoRALinear``.

@@ -6,8 +6,8 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods._factory import make
-from lazymods._plan import Infer, Plan
+from lazymods._layer.class_spec import Infer, LazyClassSpec
+from lazymods._layer.factory import make
 from lazymods.nn._shapes import Config, axes_over, check_divides, check_rank, last_axis, product_at
 
 
@@ -50,7 +50,7 @@ def _make(cls: type, name: str, infer: Infer, at: str, checked: str = "") -> Any
         ShapeInferenceError: At the first call, if the input lacks a feature axis or has no features.
     """
     scales = None if cls is nnx.GroupNorm else ()  # its groups have to divide
-    return make(Plan(cls, infer, ("num_features",), scales=scales), name=name, module=__name__, doc=doc)
+    return make(LazyClassSpec(cls, infer, ("num_features",), scales=scales), name=name, module=__name__, doc=doc)
 
 
 def _make_batch_norm(rank: int) -> Any:
@@ -103,7 +103,7 @@ def _make_wrapper(cls: type, what: str, wrapped_call: Any) -> Any:
     Raises:
         ShapeInferenceError: At the first call, if the wrapped layer's sizes do not follow from the input.
     """
-    plan = Plan(
+    plan = LazyClassSpec(
         cls, _nothing, (), wraps="layer_instance", wrapped_call=wrapped_call, materialize=_materialize_wrapped
     )
     return make(plan, name=f"Lazy{cls.__name__}", module=__name__, doc=doc)
@@ -118,7 +118,7 @@ def _input_passed_on(x: Any, *_: Any, **__: Any) -> tuple[tuple[Any, ...], dict[
 
 
 def _materialize_wrapped(model: Any, *args: Any, **kwargs: Any) -> None:
-    from lazymods._inference import materialize  # on first use: most programs wrap nothing
+    from lazymods._model.inference import materialize  # on first use: most programs wrap nothing
 
     materialize(model, *args, **kwargs)
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lazymods._factory import make
-from lazymods._plan import Plan
+from lazymods._layer.class_spec import LazyClassSpec
+from lazymods._layer.factory import make
 from lazymods.nn._shapes import Config, last_axis
 
 
@@ -35,7 +35,7 @@ def _make(cls: type) -> Any:
     Raises:
         ShapeInferenceError: At the first call, if the input has no axes or no features.
     """
-    plan = Plan(cls, _infer, ("in_features",), entries={"initialize_carry": _initialize_carry})
+    plan = LazyClassSpec(cls, _infer, ("in_features",), entries={"initialize_carry": _initialize_carry})
     return make(plan, name=name, module=__name__, doc=doc)
 
 

@@ -1,6 +1,6 @@
 """Sizes that follow from a checkpoint by no formula, found by trying.
 
-Mostly the sizes of a lazy layer follow from the shapes of its entries by the formulas of its template. Where a class
+Mostly the sizes of a lazy layer follow from the shapes of its entries by its formulas. Where a class
 decides by its sizes they may not: ``n * n`` features, a width of ``max(8, n // 4)``, as many blocks as a depth says, or
 a size that the caller left at a default which is not the file's, or at None, where the file has what it is for. Then
 the constructor is read at some sizes, until what it makes has exactly the names and shapes that the checkpoint has.
@@ -18,21 +18,21 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods import _lifecycle
-from lazymods._blueprint import Blueprint
 from lazymods._graph import STATE, dotted
-from lazymods._placeholder import fits
-from lazymods._spec import LayerSpec
-from lazymods._stacking import Shape
-from lazymods._structure import decides
-from lazymods.init.keys import is_key
+from lazymods._initial.keys import is_key
+from lazymods._initial.stacking import Shape
+from lazymods._layer import lifecycle
+from lazymods._layer.abstract_module import AbstractModule
+from lazymods._layer.config import LayerConfig
+from lazymods._layer.placeholder import fits
+from lazymods._layer.structure import decides
 from lazymods.state.entries import Survey, prefix_of
 
 _MOST = 256  # readings of one constructor, where several sizes are not known
 _LARGEST = 2**24
 
 
-def fitted(survey: Survey, given: Mapping[str, Any]) -> list[tuple[Any, Blueprint]]:
+def fitted(survey: Survey, given: Mapping[str, Any]) -> list[tuple[Any, AbstractModule]]:
     """Find the lazy layers whose sizes follow by trying only, each with its constructor at those.
 
     Args:
@@ -50,22 +50,22 @@ def fitted(survey: Survey, given: Mapping[str, Any]) -> list[tuple[Any, Blueprin
         entries = {name[len(prefix) :]: given[name] for name in names[first:last]}
         shapes = {k: getattr(v, "shape", None) for k, v in entries.items() if not is_key(v)}
         whole = all(s is not None and None not in s for s in shapes.values())  # no entry of a lazy layer
-        blueprint = _fitted(state.spec, shapes) if shapes and whole else None
-        if blueprint is not None:
-            found.append((layer, blueprint))
+        abstract = _fitted(state.spec, shapes) if shapes and whole else None
+        if abstract is not None:
+            found.append((layer, abstract))
     return found
 
 
-def _fitted(spec: LayerSpec, shapes: Mapping[str, Any]) -> Blueprint | None:
+def _fitted(spec: LayerConfig, shapes: Mapping[str, Any]) -> AbstractModule | None:
     """The constructor at the only sizes that fit, None if a formula gives them, or if there are none or several."""
-    template = spec.template
-    sized = {dotted(p): p for p in template.blueprint.slots if not _is_left_out(template.blueprint, p)}
+    formulas = spec.formulas
+    sized = {dotted(p): p for p in formulas.abstract.slots if not _is_left_out(formulas.abstract, p)}
     known = {sized[n]: tuple(s) for n, s in shapes.items() if n in sized}
-    values, _ = spec.read(template, known)
+    values, _ = spec.read(formulas, known)
     trial = _Trial(spec, shapes)
-    blueprint = None if values is None else trial.fits(values)
-    if blueprint is not None:  # if an axis has another length than at all probes, a formula has not told that
-        return None if all(fits(template.shapes[p], s) for p, s in known.items()) else blueprint
+    abstract = None if values is None else trial.fits(values)
+    if abstract is not None:  # if an axis has another length than at all probes, a formula has not told that
+        return None if all(fits(formulas.shapes[p], s) for p, s in known.items()) else abstract
     for free in trial.choices():
         found = trial.only(free)
         if found is not None:
@@ -75,10 +75,10 @@ def _fitted(spec: LayerSpec, shapes: Mapping[str, Any]) -> Blueprint | None:
     return trial.with_options(values or {})
 
 
-def _is_left_out(blueprint: Blueprint, path: Any) -> bool:
+def _is_left_out(abstract: AbstractModule, path: Any) -> bool:
     """Whether entries may lack a slot, or hold it otherwise, as a random key by its data."""
-    slot = blueprint.slots[path]
-    left_out = slot.cls is not None and issubclass(slot.cls, (nnx.RngState, *_lifecycle.TRANSIENT))
+    slot = abstract.slots[path]
+    left_out = slot.cls is not None and issubclass(slot.cls, (nnx.RngState, *lifecycle.TRANSIENT))
     return left_out or is_key(slot)
 
 
@@ -90,7 +90,7 @@ class _Trial:
         several: Whether several sizes fit: then they can't be told.
     """
 
-    spec: LayerSpec
+    spec: LayerConfig
     shapes: Mapping[str, Shape]
     several: bool = False
 
@@ -105,29 +105,29 @@ class _Trial:
             if type(spec.default_of(name)) is int:
                 yield (*spec.unknown, name)
 
-    def only(self, free: Sequence[str]) -> Blueprint | None:
+    def only(self, free: Sequence[str]) -> AbstractModule | None:
         """Return the constructor at the only sizes that fit."""
-        found: dict[tuple[int, ...], Blueprint] = {}
+        found: dict[tuple[int, ...], AbstractModule] = {}
         for sizes in self._candidates(free):
             for near in _neighbours(sizes) if self.fits(dict(zip(free, sizes, strict=True))) else ():
-                blueprint = self.fits(dict(zip(free, near, strict=True)))
-                if blueprint is not None:
-                    found[near] = blueprint
+                abstract = self.fits(dict(zip(free, near, strict=True)))
+                if abstract is not None:
+                    found[near] = abstract
             if len(found) > 1:
                 self.several = True
                 return None
         return next(iter(found.values()), None) or self._without(free)
 
-    def _without(self, free: Sequence[str]) -> Blueprint | None:
+    def _without(self, free: Sequence[str]) -> AbstractModule | None:
         """Return the constructor at the only sizes that fit if some of them are None, where that may be given."""
         numbers = [*self._numbers(), None]
         choices = itertools.product(numbers, repeat=len(free)) if len(numbers) ** len(free) <= _MOST else ()
         found = [self.fits(dict(zip(free, sizes, strict=True))) for sizes in choices if None in sizes]
-        fitting = [blueprint for blueprint in found if blueprint is not None]
+        fitting = [abstract for abstract in found if abstract is not None]
         self.several = len(fitting) > 1
         return fitting[0] if len(fitting) == 1 else None
 
-    def with_options(self, values: dict[str, Any]) -> Blueprint | None:
+    def with_options(self, values: dict[str, Any]) -> AbstractModule | None:
         """Return the constructor at some sizes and at the only ones that fit of those that were left out as None.
 
         What such a size is for is there only with it: a projection of what a norm or an attention is conditioned on.
@@ -149,9 +149,9 @@ class _Trial:
                 return None
             values = values | {name: size for name, [(size, _)] in grown.items()}
             left = [name for name in left if name not in grown]
-            blueprint = self.fits(values)
-            if blueprint is not None:
-                return blueprint
+            abstract = self.fits(values)
+            if abstract is not None:
+                return abstract
         return None
 
     def _growing(self, values: dict[str, Any], name: str, before: set[str]) -> list[tuple[int, set[str]]]:
@@ -168,28 +168,28 @@ class _Trial:
 
     def _part(self, values: Mapping[str, Any]) -> set[str] | None:
         """The names of what the constructor makes; None if there is anything without an entry of its shape."""
-        blueprint = self.read(values)
-        made = blueprint.slots.items() if blueprint is not None else ()
-        slots = {dotted(p): s.shape for p, s in made if blueprint is not None and not _is_left_out(blueprint, p)}
-        fit = blueprint is not None and all(self.shapes.get(n) == shape for n, shape in slots.items())
+        abstract = self.read(values)
+        made = abstract.slots.items() if abstract is not None else ()
+        slots = {dotted(p): s.shape for p, s in made if abstract is not None and not _is_left_out(abstract, p)}
+        fit = abstract is not None and all(self.shapes.get(n) == shape for n, shape in slots.items())
         return set(slots) if fit else None
 
-    def read(self, values: Mapping[str, Any]) -> Blueprint | None:
+    def read(self, values: Mapping[str, Any]) -> AbstractModule | None:
         """Read the constructor; None if it refuses these sizes."""
         try:
-            return self.spec.blueprint(values, {})
+            return self.spec.abstract(values, {})
         except Exception:  # what a constructor says of sizes that it was not meant for
             return None
 
-    def fits(self, values: Mapping[str, Any]) -> Blueprint | None:
+    def fits(self, values: Mapping[str, Any]) -> AbstractModule | None:
         """Return the constructor at some sizes if it makes exactly what the entries are for."""
-        blueprint = self.read(values)
-        if blueprint is None:
+        abstract = self.read(values)
+        if abstract is None:
             return None
-        wanted = {dotted(p): s.shape for p, s in blueprint.slots.items() if not _is_left_out(blueprint, p)}
-        random = {dotted(p) for p in blueprint.slots} - wanted.keys()
+        wanted = {dotted(p): s.shape for p, s in abstract.slots.items() if not _is_left_out(abstract, p)}
+        random = {dotted(p) for p in abstract.slots} - wanted.keys()
         entries = {n: tuple(s) for n, s in self.shapes.items() if not any(f"{n}.".startswith(f"{r}.") for r in random)}
-        return blueprint if entries == wanted else None
+        return abstract if entries == wanted else None
 
     def _candidates(self, free: Sequence[str]) -> Iterator[tuple[int, ...]]:
         numbers = self._numbers()
@@ -222,10 +222,10 @@ class _Trial:
         return None if total is None else size
 
     def _total(self, values: Mapping[str, Any]) -> int | None:
-        blueprint = self.read(values)
-        if blueprint is None:
+        abstract = self.read(values)
+        if abstract is None:
             return None
-        return sum(math.prod(s.shape) for p, s in blueprint.slots.items() if not _is_left_out(blueprint, p))
+        return sum(math.prod(s.shape) for p, s in abstract.slots.items() if not _is_left_out(abstract, p))
 
 
 def _neighbours(sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from lazymods import _graph, _lifecycle
+from lazymods import _graph
 from lazymods._error_lists import cause_of
 from lazymods._errors import StateDictError, describe
-from lazymods.init.keys import is_key
+from lazymods._initial.keys import is_key
+from lazymods._layer import lifecycle
 from lazymods.state import names
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.opening import read_checkpoint
@@ -101,7 +102,7 @@ def load(
         raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
-    with _lifecycle.LOCK:
+    with lifecycle.LOCK:
         survey = Survey(model)
 
         def read(file: Checkpoint) -> tuple[Checkpoint, dict[str, Any], dict[str, tuple[str, ...]]]:
@@ -249,7 +250,7 @@ def _warn_of_nothing(result: LoadResult, file: Checkpoint) -> None:
 
 
 def _is_wider_float(value: Any) -> bool:
-    dtype = value.recipe.dtype if _graph.is_placeholder(value) else getattr(value, "dtype", None)
+    dtype = value.pending.dtype if _graph.is_placeholder(value) else getattr(value, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize > 1
 
 

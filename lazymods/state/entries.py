@@ -13,10 +13,10 @@ from flax import nnx
 from lazymods import _compat, _graph
 from lazymods._errors import Problem, StateDictError, describe
 from lazymods._graph import ARRAY, MAPPING, NODE, OTHER, PYTREE, SEQUENCE, VARIABLE, Path, dotted, hooks_of, kind_of
-from lazymods._lifecycle import TRANSIENT
-from lazymods._merging import put
-from lazymods._placeholder import UninitializedArray
-from lazymods.init.keys import is_key
+from lazymods._initial.keys import is_key
+from lazymods._layer.lifecycle import TRANSIENT
+from lazymods._layer.merging import put
+from lazymods._layer.placeholder import UninitializedArray
 from lazymods.state.static_fields import static_leaves, structure_of, with_fields
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"

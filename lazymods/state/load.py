@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from lazymods import _compat, _graph, _held, _lifecycle, _structure
-from lazymods._blueprint import Blueprint
+from lazymods import _compat, _graph
 from lazymods._error_lists import cause_of
 from lazymods._errors import (
     LazyError,
@@ -21,16 +20,18 @@ from lazymods._errors import (
     located,
 )
 from lazymods._graph import MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
-from lazymods._merging import put
-from lazymods._placeholder import UninitializedArray
+from lazymods._layer import held, lifecycle, structure
+from lazymods._layer.abstract_module import AbstractModule
+from lazymods._layer.config import ConstructorInit
+from lazymods._layer.merging import put
+from lazymods._layer.placeholder import UninitializedArray
+from lazymods._memory import Incoming, transfer
 from lazymods._snapshot import Snapshot
-from lazymods._spec import SlotSource
 from lazymods.state import by_trial
 from lazymods.state.entries import Survey, home_trace, is_buffer, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread
+from lazymods.state.load_plan import LoadPlan, Write, make_plan
 from lazymods.state.plain import decoded
-from lazymods.state.plan import Plan, Write, make_plan
-from lazymods.state.transfer import Incoming, transfer
 from lazymods.state.values import cast, is_weak, own, same_values, weakly_typed
 
 
@@ -131,7 +132,7 @@ def load_entries(
     if mismatched not in ("error", "skip"):
         raise ValueError(f'mismatched is "error" or "skip", got {mismatched!r}')
     origin = origin or Origin()
-    with _lifecycle.LOCK:
+    with lifecycle.LOCK:
         survey = survey or Survey(model)
         given = dict(entries)
         if survey.hooked:
@@ -167,17 +168,17 @@ def load_entries(
     return result
 
 
-def _grow(plan: Plan, fitted: Sequence[tuple[Any, Blueprint]]) -> None:
+def _grow(plan: LoadPlan, fitted: Sequence[tuple[Any, AbstractModule]]) -> None:
     """Give layers what they hold at the sizes of their entries only, and those found by trial their shapes."""
     tried = {id(layer) for layer, _ in fitted}
-    grown = [(layer, blueprint) for layer, blueprint in plan.grown if id(layer) not in tried]
+    grown = [(layer, abstract) for layer, abstract in plan.grown if id(layer) not in tried]
     grown += fitted
-    for layer, blueprint in [*grown, *plan.sized]:  # what is new in one depends on the others' draws
-        _lifecycle.note_draws(layer, blueprint, roots=plan.model, strict=False)
-    for layer, blueprint in grown:
-        _structure.conform(layer, blueprint)
-    for layer, blueprint in fitted:
-        _structure.set_shapes(layer, blueprint)
+    for layer, abstract in [*grown, *plan.sized]:  # what is new in one depends on the others' draws
+        lifecycle.note_draws(layer, abstract, roots=plan.model, strict=False)
+    for layer, abstract in grown:
+        structure.conform(layer, abstract)
+    for layer, abstract in fitted:
+        structure.set_shapes(layer, abstract)
 
 
 def _read(value: Any) -> Any:
@@ -208,7 +209,7 @@ def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[
 # ---------------------------------------------------------------- telling
 
 
-def _raise_problems(plan: Plan, result: LoadResult, origin: Origin, *, strict: bool) -> None:
+def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, strict: bool) -> None:
     problems = list(plan.problems)
     if strict:
         problems += [
@@ -247,29 +248,29 @@ def _heading(model: Any, origin: Origin) -> str:
 # ---------------------------------------------------------------- writing
 
 
-def _write(plan: Plan, origin: Origin) -> None:
+def _write(plan: LoadPlan, origin: Origin) -> None:
     sized = {id(layer) for layer, _ in plan.sized}
     waiting = [
-        (p, n, _held.stackings(n))
+        (p, n, held.stackings(n))
         for p, n in plan.lazy
         if id(n) not in sized and _graph.has_uninitialized_params(n)
     ]
-    for layer, blueprint in plan.sized:
-        _lifecycle.note_draws(layer, blueprint, roots=plan.model, strict=False)
-    for layer, blueprint in plan.sized:
-        _structure.renew_random_state(layer, blueprint)
-        _lifecycle.renew_metadata_of(layer, blueprint)
+    for layer, abstract in plan.sized:
+        lifecycle.note_draws(layer, abstract, roots=plan.model, strict=False)
+    for layer, abstract in plan.sized:
+        structure.renew_random_state(layer, abstract)
+        lifecycle.renew_metadata_of(layer, abstract)
     _write_values(plan, origin)
-    for layer, blueprint in plan.sized:
-        _lifecycle.settle(layer, blueprint, strict=False)
+    for layer, abstract in plan.sized:
+        lifecycle.settle(layer, abstract, strict=False)
     written = {id(write.place.owner) for write in plan.writes.values()}
     for _, layer, stacked in waiting:
-        _lifecycle.note_draws_of_slots(layer, stacked, plan.model)
+        lifecycle.note_draws_of_slots(layer, stacked, plan.model)
     for path, layer, stacked in waiting:
         try:
             if STATE in vars(layer):
                 partly = any(id(e.value) in written for e in _graph.entries(layer))
-                _lifecycle.settle_if_filled(layer, initialize=partly, stacked=stacked)
+                lifecycle.settle_if_filled(layer, initialize=partly, stacked=stacked)
         except LazyError as error:
             problem = error.problems[0] if error.problems else None
             got = problem.got if problem else str(error)
@@ -278,7 +279,7 @@ def _write(plan: Plan, origin: Origin) -> None:
             raise StateDictError(Problem(where, got, needed, line), heading=_heading(plan.model, origin)) from error
 
 
-def _write_values(plan: Plan, origin: Origin) -> None:
+def _write_values(plan: LoadPlan, origin: Origin) -> None:
     """Make all values, then write them: into arrays of numpy in place, else in place of what is there."""
     writes = plan.writes.values()
     batch = [w for w in writes if _is_transferred(w)]
@@ -306,7 +307,7 @@ def _write_values(plan: Plan, origin: Origin) -> None:
         _put(plan.model, write, value)
 
 
-def _fill(plan: Plan, fills: Sequence[tuple[Write, Any]], origin: Origin) -> None:
+def _fill(plan: LoadPlan, fills: Sequence[tuple[Write, Any]], origin: Origin) -> None:
     """Write into arrays of numpy; where two have memory in common, or one with itself, the last value is there."""
     for write, values in fills:
         write.current[...] = values
@@ -358,8 +359,8 @@ def _is_weak_place(write: Write) -> bool:
     """Whether a value of weak type is there, or one that the constructor of a lazy layer makes."""
     if not write.place.lazy:
         return is_weak(write.current)
-    source = write.current.recipe.source
-    slot = source.spec.template.blueprint.slots.get(source.path) if isinstance(source, SlotSource) else None
+    source = write.current.pending.source
+    slot = source.spec.formulas.abstract.slots.get(source.path) if isinstance(source, ConstructorInit) else None
     return slot is not None and slot.weak
 
 

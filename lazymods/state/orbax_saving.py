@@ -13,10 +13,9 @@ import jax
 import numpy as np
 
 from lazymods._errors import CheckpointError, LazyError, Problem, describe
-from lazymods.state import replacing
-from lazymods.state.files import orbax
+from lazymods.state.files import orbax, replacing
+from lazymods.state.files.paths import check_orbax_path
 from lazymods.state.files.stored import MAX_NAME_BYTES, NOTES, printable, texts_as_array
-from lazymods.state.paths import check_orbax_path
 
 
 class PendingSave:

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lazymods._placeholder import fits
-from lazymods.init.keys import is_key
+from lazymods._initial.keys import is_key
+from lazymods._layer.placeholder import fits
 from lazymods.state.entries import IMPL, Place, Survey, base_name
 from lazymods.state.files.stored import Checkpoint, StoredTensor, printable, refuse
 
@@ -49,7 +49,7 @@ def may_fit(place: Place, name: str, value: Any) -> bool:
     if name != place.name:  # the name of a key's kind, or a text
         return not name.endswith(f".{IMPL}") or value.nbytes <= _MAX_KIND_BYTES
     shape = value.shape[:-1] if is_key(place.value) else value.shape
-    return fits(place.value.recipe.shape if place.lazy else tuple(np.shape(place.value)), shape)
+    return fits(place.value.pending.shape if place.lazy else tuple(np.shape(place.value)), shape)
 
 
 def _below(file: Checkpoint, root: str) -> Checkpoint:

@@ -12,7 +12,7 @@ from flax import nnx
 from lazymods import _graph
 from lazymods._errors import Problem, StateDictError
 from lazymods._graph import hooks_of, run_hooks
-from lazymods.init.keys import is_key
+from lazymods._initial.keys import is_key
 from lazymods.state.entries import IMPL, check_is_model, named_places, prefix_of
 from lazymods.state.values import is_deleted
 

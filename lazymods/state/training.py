@@ -11,7 +11,7 @@ from flax import nnx
 from lazymods import _compat, _graph
 from lazymods._errors import Problem, UninitializedError
 from lazymods._graph import OTHER, dotted, kind_of
-from lazymods._optimizer import LazyOptimizer, model_of
+from lazymods._model.optimizer import LazyOptimizer, model_of
 from lazymods._snapshot import Snapshot
 from lazymods.state import load
 from lazymods.state.entries import is_buffer, named_places, prefix_of

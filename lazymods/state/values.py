@@ -13,7 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from lazymods._errors import describe
-from lazymods._placeholder import strongly_typed
+from lazymods._layer.placeholder import strongly_typed
 
 
 def as_array(value: Any) -> Any:

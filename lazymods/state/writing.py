@@ -18,16 +18,16 @@ from jax.core import Tracer
 
 from lazymods import _compat, _graph
 from lazymods._errors import CheckpointError, LazyError, Problem, UninitializedError, describe
-from lazymods._placeholder import SIZE_LINE
+from lazymods._layer.placeholder import SIZE_LINE
+from lazymods._memory import ALIGNMENT
 from lazymods.state import plain
 from lazymods.state.entries import check_is_model, is_training_state, named_places
 from lazymods.state.files import safetensors
+from lazymods.state.files.paths import check_path
+from lazymods.state.files.replacing import cannot_write, check_file_target, replacing
 from lazymods.state.files.stored import ALIASES, DTYPES, MAX_NAME_BYTES, NOTES, WEAK, Array, printable, texts_as_array
 from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target, orbax_problem
-from lazymods.state.paths import check_path
-from lazymods.state.replacing import cannot_write, check_file_target, replacing
 from lazymods.state.state_dict import state_dict
-from lazymods.state.transfer import ALIGNMENT
 from lazymods.state.values import is_deleted, is_weak
 
 Arrays = dict[str, Array]

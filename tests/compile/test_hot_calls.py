@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import lazymods as lm
-from lazymods.compile.attributes import Attributes, has_hidden_state, slots_of
+from lazymods._objects.attributes import Attributes, has_hidden_state, slots_of
 from lazymods.compile.program import getter
 
 LETTERS = list("abcdef")

@@ -44,8 +44,8 @@ from fuzz.program_grammar import Program, program, smaller
 from fuzz.workers import spread
 
 import lazymods as lm
+from lazymods._objects.comparing import ROUNDING, Rounding
 from lazymods.compile.shadow import compare
-from lazymods.compile.shadow_values import ROUNDING, Rounding
 
 
 def in_a_block(f: Any) -> Any:

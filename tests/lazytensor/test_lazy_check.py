@@ -13,9 +13,9 @@ from flax import nnx
 from jax.experimental import io_callback
 
 import lazymods as lm
+from lazymods._recording.graph import Graph
+from lazymods._recording.kinds import OperationKind
 from lazymods.lazytensor import executor, operators, trace
-from lazymods.lazytensor.graph import Graph
-from lazymods.lazytensor.kinds import Kind
 
 lazytensor = lm.lazytensor
 
@@ -88,7 +88,7 @@ def test_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_operation_that_is_taken_for_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = trace.kind_of
 
-    def kind_of(primitive: Any, operands: Any, params: Any, settings: Any) -> Kind:
+    def kind_of(primitive: Any, operands: Any, params: Any, settings: Any) -> OperationKind:
         sine = primitive is jax.lax.cos_p
         return real(jax.lax.sin_p if sine else primitive, operands, params, settings)
 

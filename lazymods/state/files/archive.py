@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from lazymods._memory import empty
 from lazymods.state.files.stored import Array, known_as, refuse
-from lazymods.state.transfer import empty
 
 MAGIC = b"PK\x03\x04"
 EMPTY_MAGIC = b"PK\x05\x06"  # the end record, with which an archive of no entries begins

@@ -21,7 +21,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from lazymods._stacking import Shape
+from lazymods._initial.stacking import Shape
+from lazymods._memory import ALIGNMENT
 from lazymods.state.files.archive import Entry, check_sum, check_sums, read_directory, read_entry
 from lazymods.state.files.stored import (
     ALIASES,
@@ -40,7 +41,6 @@ from lazymods.state.files.stored import (
     small_dtype_named,
     view,
 )
-from lazymods.state.transfer import ALIGNMENT
 
 MAX_HEADER_BYTES = 10_000
 """The longest npy header that is read, as in numpy."""

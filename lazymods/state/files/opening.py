@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from lazymods._errors import LazyError
+from lazymods.state.files.paths import check_path
 from lazymods.state.files.safetensors import looks_like_safetensors, open_safetensors
 from lazymods.state.files.stored import Checkpoint, printable
-from lazymods.state.paths import check_path
 
 _ATTEMPTS = 100  # each failed one is a whole save that was faster
 
@@ -103,7 +103,7 @@ def _without_collections() -> Iterator[None]:
 
 def _moved(path: Path) -> Path:
     """Return where a killed save has left the checkpoint of a path: it was about to put a newer one there."""
-    from lazymods.state.replacing import standing
+    from lazymods.state.files.replacing import standing
 
     try:
         moved = standing(Path(os.path.realpath(path)))

@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 
 from lazymods._errors import CheckpointError, one_line
+from lazymods._memory import empty
 from lazymods.state.files import orbax_folder
+from lazymods.state.files.paths import check_orbax_path
 from lazymods.state.files.stored import (
     ALIASES,
     WEAK,
@@ -38,8 +40,6 @@ from lazymods.state.files.stored import (
     read_texts,
     refuse,
 )
-from lazymods.state.paths import check_orbax_path
-from lazymods.state.transfer import empty
 
 _TREE = "_METADATA"
 _STEP = "_CHECKPOINT_METADATA"

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymods._errors import CheckpointError
-from lazymods._stacking import Shape
+from lazymods._initial.stacking import Shape
 from lazymods.state.files.stored import (
     WEAK,
     Array,

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from lazymods._errors import CheckpointError, Problem, one_line
-from lazymods._stacking import Shape
+from lazymods._initial.stacking import Shape
 
 Array = np.ndarray[Any, Any]
 

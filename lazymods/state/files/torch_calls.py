@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from lazymods._stacking import Shape
+from lazymods._initial.stacking import Shape
 from lazymods.state.files.stored import printable
 
 _MAX_LENGTH = 2**63 - 1

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lazymods._stacking import Shape
+from lazymods._initial.stacking import Shape
 from lazymods.state.files import torch_pickle
 from lazymods.state.files.stored import (
     Array,

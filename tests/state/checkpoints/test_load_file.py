@@ -17,7 +17,7 @@ from helpers import assert_same_bits, assert_same_model, lazy_mlp, plain_mlp
 from safetensors.numpy import save_file
 
 import lazymods as lm
-from lazymods.state.transfer import Incoming, empty, transfer
+from lazymods._memory import Incoming, empty, transfer
 
 
 def saved(folder: Path, model: Any = None) -> Path:

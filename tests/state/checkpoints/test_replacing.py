@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 import lazymods as lm
-from lazymods.state import replacing
+from lazymods.state.files import replacing
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "fuzz"))
 from kill_saves import kill_saves  # type: ignore[import-not-found]

@@ -1,0 +1,151 @@
+"""From the arguments of a first call to the sizes of a layer: ``infer``, and what it may return."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from jax import export
+from jax.core import Tracer
+
+from lazymods import _graph
+from lazymods._errors import LazyError, Problem, ShapeInferenceError, describe_call, one_line, relocate
+from lazymods._graph import STATE
+from lazymods._layer import first_call, lifecycle
+from lazymods._layer.abstract_module import AbstractModule
+from lazymods._layer.arguments import as_size
+from lazymods._layer.class_spec import LazyClassSpec
+from lazymods._layer.config import REFUSALS, LayerConfig
+
+
+def initialize_parameters(
+    layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AbstractModule:
+    if plan.wraps is not None:
+        _initialize_wrapped(layer, plan, args, kwargs)
+    values = infer_values(layer, plan, args, kwargs)
+    try:
+        return lifecycle.fill(layer, values, traced_zeros=first_call.LOCAL.session is not None)
+    except LazyError:
+        raise
+    except REFUSALS as error:
+        sizes = ", ".join(f"{k}={v}" for k, v in values.items())
+        raise ShapeInferenceError(
+            Problem(
+                _graph.place(layer, type(layer).__name__),
+                f"{describe_call(args, kwargs)}, so {sizes}",
+                f"sizes that {plan.cls.__name__} takes; it says: {one_line(error)}",
+                "an input of another width",
+            )
+        ) from error
+
+
+def _initialize_wrapped(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Initialize the module that a layer wraps: a lazy layer, or a model that has some."""
+    inner = getattr(layer, str(plan.wraps))
+    try:
+        args, kwargs = plan.wrapped_call(*args, **kwargs)
+    except TypeError as error:
+        got = describe_call(args, kwargs)
+        problem = Problem(_graph.place(layer, type(layer).__name__), got, f"an input; {error}", "layer(x)")
+        raise ShapeInferenceError(problem) from error
+    if _graph.is_lazy_node(inner):
+        first_call.initialize(inner, args, kwargs)
+    elif not _graph.has_uninitialized_params(inner):
+        return
+    elif first_call.LOCAL.session is not None:  # in an abstract run, a call is as abstract
+        args, kwargs = jax.tree.map(_zeros, (args, kwargs))
+        inner(*args, **kwargs)
+    else:
+        assert plan.materialize is not None  # whoever wraps gives it
+        try:
+            plan.materialize(inner, *args, **kwargs)
+        except LazyError as error:
+            raise relocate(error, lambda p: f"{plan.wraps}.{p.where}") from error
+
+
+def _zeros(x: Any) -> Any:
+    return jax.lax.full(x.shape, 0, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+
+
+def infer_values(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Call ``infer`` with the shapes of a call's arguments and check what it returns.
+
+    Raises:
+        ShapeInferenceError: If it raises, or returns anything but the missing arguments as positive ints.
+    """
+    spec = vars(layer)[STATE].spec
+    config = MappingProxyType(spec.config | lifecycle.modules_of(layer))
+    shapes, named = first_call.as_specs((args, kwargs))
+    try:
+        values = plan.infer(config, *shapes, **named)
+    except LazyError:
+        raise
+    except Exception as error:
+        needed = f"a call from which infer can tell the sizes; it raised {type(error).__name__}: {error}"
+        write = "a call with the arguments that the layer's forward takes"
+        if isinstance(error, NotInferableError):
+            needed, write = error.needed, error.write
+        where = _graph.place(layer, type(layer).__name__)
+        cause = None if isinstance(error, NotInferableError) else error
+        raise ShapeInferenceError(Problem(where, describe_call(args, kwargs), needed, write)) from cause
+    problem = _wrong_values(spec, values) or _zero(values)
+    if problem is not None:
+        got, needed, write = problem
+        where = _graph.place(layer, type(layer).__name__)
+        raise ShapeInferenceError(Problem(where, f"{describe_call(args, kwargs)}: {got}", needed, write))
+    return {k: _plain(v) for k, v in values.items()}
+
+
+class NotInferableError(Exception):
+    """Raised by the built-in ``infer`` functions: what is needed, and the line to write."""
+
+    def __init__(self, needed: str, write: str) -> None:
+        super().__init__(needed)
+        self.needed, self.write = needed, write
+
+
+def _wrong_values(spec: LayerConfig, values: Any) -> tuple[str, str, str] | None:
+    """Say what is wrong with what ``infer`` returned: got, needed, write."""
+    wanted = sorted(spec.unknown)
+    needed = f"a dict of positive ints for {', '.join(wanted) or 'nothing'}: the arguments that were not given"
+    write = "return {" + ", ".join(f'"{n}": x.shape[-1]' for n in wanted) + "}"
+    if not isinstance(values, Mapping):
+        return f"infer returned {values!r}", needed, write
+    if not set(wanted) <= set(values) or not set(values) <= {*wanted, *spec.left_out}:
+        return f"infer returned the arguments {sorted(map(str, values))}", needed, write
+    for name, value in values.items():
+        for leaf in jax.tree.leaves(value):  # None is for what takes it: cond_dim=None
+            if not _is_dimension(leaf):
+                return f"infer returned {name}={leaf!r}", needed, write
+            if as_size(leaf) is None:
+                return (
+                    f"{name}={leaf}, a symbolic size",
+                    "a concrete feature axis: parameters need their sizes, only batch axes may be symbolic",
+                    "an input whose feature axis is an int",
+                )
+    return None
+
+
+def _is_dimension(value: Any) -> bool:
+    if isinstance(value, Tracer):
+        return False
+    size = as_size(value)
+    return export.is_symbolic_dim(value) if size is None else size >= 0
+
+
+def _zero(values: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    zero = [k for k, v in values.items() if any(as_size(leaf) == 0 for leaf in jax.tree.leaves(v))]
+    if not zero:
+        return None
+    return (
+        ", ".join(f"{k}=0" for k in zero),
+        "at least one feature: an initializer divides by their number",
+        "an input whose feature axis is not empty",
+    )
+
+
+def _plain(value: Any) -> Any:
+    return jax.tree.map(as_size, value)

@@ -1,0 +1,1 @@
+"""What works on whole models: abstract calls, reports, hooks, optimizers."""

@@ -1,0 +1,286 @@
+"""Hooks on any nnx module, with PyTorch's names and arguments.
+
+A module with forward hooks has an intercepting class: a subclass of its own class, made once for each class,
+whose ``__call__`` runs the hooks. Removing the last hook gives the module its own class back, so a module
+without hooks pays nothing. The hooks are a static attribute of the module: copies, pickles and NNX transforms
+keep them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from flax import nnx
+
+from lazymods import _compat
+from lazymods._graph import HOOKS, STATE, hooks_of
+from lazymods._layer import first_call, lifecycle
+
+_ids = itertools.count()
+_LOCK = lifecycle.LOCK  # a module's hooks and its class change together, as when a lazy layer becomes its class
+
+
+class Hook(NamedTuple):
+    """One registered hook."""
+
+    id: int
+    kind: str
+    function: Callable[..., Any]
+    with_kwargs: bool = False
+    early: bool = False
+    always: bool = False
+
+
+class RemovableHandle:
+    """Removes a hook; also a context manager that removes it at the end.
+
+    Args:
+        module: The module that the hook is on.
+        hook: The hook.
+    """
+
+    def __init__(self, module: nnx.Module, hook: Hook) -> None:
+        self._module = weakref.ref(module)
+        self._id = hook.id
+
+    def remove(self) -> None:
+        """Remove the hook; removing it twice does nothing."""
+        module = self._module()
+        if module is not None:
+            with _LOCK:
+                _set_hooks(module, tuple(h for h in hooks_of(module) if h.id != self._id))
+
+    def __enter__(self) -> RemovableHandle:
+        """Return the handle."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Remove the hook."""
+        self.remove()
+
+
+def _register(module: nnx.Module, hook: Hook, *, first: bool = False) -> RemovableHandle:
+    if not isinstance(module, nnx.Module):
+        raise TypeError(f"hooks go on an nnx.Module, got {type(module).__name__}")
+    if not callable(hook.function):
+        raise TypeError(f"a hook is a function, got {type(hook.function).__name__}")
+    with _LOCK:
+        hooks = hooks_of(module)
+        _set_hooks(module, (hook, *hooks) if first else (*hooks, hook))
+    return RemovableHandle(module, hook)
+
+
+def _set_hooks(module: nnx.Module, hooks: tuple[Hook, ...]) -> None:
+    if hooks:
+        object.__setattr__(module, HOOKS, hooks)
+    else:
+        vars(module).pop(HOOKS, None)
+    forward = any(h.kind.startswith("forward") for h in hooks)
+    own = unhooked_class(type(module))
+    wanted = hooked_class(own) if forward else own
+    if type(module) is not wanted:
+        _compat.set_class(module, wanted)
+
+
+# ---------------------------------------------------------------- the intercepting class
+
+
+class Hooked(nnx.Module):
+    """Mixed into a class whose instances have forward hooks."""
+
+    _lazymods_own: type
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the hooks around the forward of the module's own class."""
+        hooks = hooks_of(self)
+        pre = [h for h in hooks if h.kind == "forward_pre"]
+        waiting = [h for h in hooks if h.kind == "forward"]
+        try:
+            for hook in (h for h in pre if h.early):
+                args, kwargs = _run_pre(self, hook, args, kwargs)
+            if STATE in vars(self):
+                with first_call.initialized(self, args, kwargs):
+                    args, kwargs, output = self._forward(pre, args, kwargs)
+            else:
+                args, kwargs, output = self._forward(pre, args, kwargs)
+            while waiting:
+                output = _run_post(self, waiting.pop(0), args, kwargs, output)
+        except Exception as error:
+            for hook in (h for h in waiting if h.always):
+                try:
+                    _run_post(self, hook, args, kwargs, None)
+                except Exception as second:  # the first error is the one to tell
+                    error.add_note(f"an always_call hook failed as well: {second!r}")
+            raise
+        return output
+
+    def _forward(self, pre: list[Hook], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+        for hook in (h for h in pre if not h.early):
+            args, kwargs = _run_pre(self, hook, args, kwargs)
+        return args, kwargs, unhooked_class(type(self)).__call__(self, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle by the module's own class, which can be imported."""
+        return _restore, (unhooked_class(type(self)),), self.__getstate__()  # type: ignore[attr-defined]
+
+
+def _run_pre(module: Any, hook: Hook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    if hook.with_kwargs:
+        result = hook.function(module, args, kwargs)
+        if result is None:
+            return args, kwargs
+        if not (isinstance(result, tuple) and len(result) == 2):
+            raise RuntimeError(f"a forward pre-hook with kwargs returns None or (args, kwargs), got {result!r}")
+        return result
+    result = hook.function(module, args)
+    if result is None:
+        return args, kwargs
+    return (result if isinstance(result, tuple) else (result,)), kwargs
+
+
+def _run_post(module: Any, hook: Hook, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    call = (module, args, kwargs, output) if hook.with_kwargs else (module, args, output)
+    result = hook.function(*call)
+    return output if result is None else result
+
+
+@functools.cache
+def hooked_class(cls: type) -> type:
+    """Return the intercepting subclass of a class; it becomes the intercepting subclass of what ``cls`` becomes."""
+    target = getattr(cls, "cls_to_become", None)
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_lazymods_own": cls,
+        "cls_to_become": None if target is None else hooked_class(target),
+    }
+    return _compat.put_in_front(Hooked, cls, cls.__name__, namespace)
+
+
+def unhooked_class(cls: type) -> type:
+    """Return a module's own class."""
+    return cls._lazymods_own if issubclass(cls, Hooked) else cls
+
+
+def _restore(cls: type) -> Any:
+    return object.__new__(hooked_class(cls))
+
+
+# ---------------------------------------------------------------- forward hooks (public)
+
+
+def register_forward_pre_hook(
+    module: nnx.Module, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
+) -> RemovableHandle:
+    """Run a hook before every call of a module.
+
+    On a lazy layer, hooks see the initialized layer, as in PyTorch; with ``prepend`` they run before the sizes
+    are inferred, and may change what they are inferred from.
+
+    Args:
+        module: Any nnx module.
+        hook: ``hook(module, args) -> None | args``; with ``with_kwargs``,
+            ``hook(module, args, kwargs) -> None | (args, kwargs)``.
+        prepend: Run before all hooks that are registered, and before a lazy layer is initialized.
+        with_kwargs: Give the hook the keyword arguments as well.
+
+    Returns:
+        A handle whose ``remove()`` removes the hook.
+
+    Raises:
+        TypeError: If ``module`` is no nnx module or ``hook`` is not callable.
+    """
+    entry = Hook(next(_ids), "forward_pre", hook, with_kwargs, early=prepend)
+    return _register(module, entry, first=prepend)
+
+
+def register_forward_hook(
+    module: nnx.Module,
+    hook: Callable[..., Any],
+    *,
+    prepend: bool = False,
+    with_kwargs: bool = False,
+    always_call: bool = False,
+) -> RemovableHandle:
+    """Run a hook after every call of a module.
+
+    Args:
+        module: Any nnx module.
+        hook: ``hook(module, args, output) -> None | output``; with ``with_kwargs``,
+            ``hook(module, args, kwargs, output) -> None | output``.
+        prepend: Run before all forward hooks that are registered.
+        with_kwargs: Give the hook the keyword arguments as well.
+        always_call: Run the hook even if the forward raised; ``output`` is None then.
+
+    Returns:
+        A handle whose ``remove()`` removes the hook.
+
+    Raises:
+        TypeError: If ``module`` is no nnx module or ``hook`` is not callable.
+    """
+    entry = Hook(next(_ids), "forward", hook, with_kwargs, always=always_call)
+    return _register(module, entry, first=prepend)
+
+
+# ---------------------------------------------------------------- state dict hooks (public)
+
+
+def register_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    """Run ``hook(module, prefix, keep_vars)`` before :func:`lazymods.state_dict` collects a module's entries.
+
+    Args:
+        module: Any nnx module.
+        hook: Returns nothing; ``prefix`` is the module's dotted path with a dot at its end, ``keep_vars`` is True.
+
+    Returns:
+        A handle whose ``remove()`` removes the hook.
+    """
+    return _register(module, Hook(next(_ids), "state_dict_pre", hook))
+
+
+def register_state_dict_post_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    """Run ``hook(module, state_dict, prefix, local_metadata)`` after a module's entries are in the state dict.
+
+    Args:
+        module: Any nnx module.
+        hook: May edit ``state_dict`` in place; returns nothing.
+
+    Returns:
+        A handle whose ``remove()`` removes the hook.
+    """
+    return _register(module, Hook(next(_ids), "state_dict_post", hook))
+
+
+def register_load_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    """Run a hook before :func:`lazymods.load_state_dict` reads a module's entries.
+
+    It runs before lazymods looks at the entries, so it may rename and reshape those of a lazy layer.
+
+    Args:
+        module: Any nnx module.
+        hook: ``hook(module, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys,
+            error_msgs)``; may edit ``state_dict``, a copy, in place; texts appended to ``error_msgs`` are raised.
+
+    Returns:
+        A handle whose ``remove()`` removes the hook.
+    """
+    return _register(module, Hook(next(_ids), "load_state_dict_pre", hook))
+
+
+def register_load_state_dict_post_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
+    """Run ``hook(module, incompatible_keys)`` after a load, children before parents.
+
+    Args:
+        module: Any nnx module.
+        hook: May edit ``incompatible_keys.missing`` and ``.unexpected`` in place, which decides whether a strict
+            load raises; returns nothing.
+
+    Returns:
+        A handle whose ``remove()`` removes the hook.
+    """
+    return _register(module, Hook(next(_ids), "load_state_dict_post", hook))

@@ -1,0 +1,232 @@
+"""Whole models: their shapes, and their parameters, from the shapes of one input."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lazymods import _compat, _graph
+from lazymods._errors import LazyError, located, relocate
+from lazymods._graph import STATE, Path, dotted
+from lazymods._initial.keys import is_key
+from lazymods._initial.pending import PendingInit
+from lazymods._layer import first_call, lifecycle
+from lazymods._layer.merging import put
+from lazymods._layer.placeholder import UninitializedVariable
+from lazymods._model.abstract_call import AbstractCall, LayerCall
+from lazymods._model.report import ShapeReport, report_of
+from lazymods._snapshot import Snapshot
+
+
+def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
+    """Find the shapes of a model's layers, parameters and output; nothing is allocated and nothing changes.
+
+    Args:
+        model: An nnx module, lazy or not.
+        *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
+        **kwargs: Keyword arguments of the call.
+
+    Returns:
+        A report with a row for each layer, the output's shapes and dtypes, and totals. It prints as a table.
+
+    Raises:
+        ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lazymods as lm
+        >>> from flax import nnx
+        >>> model = nnx.Sequential(lm.LazyLinear(16, rngs=nnx.Rngs(0)), lm.LazyLinear(4, rngs=nnx.Rngs(1)))
+        >>> report = lm.infer_shapes(model, jax.ShapeDtypeStruct((32, 8), jnp.float32))
+        >>> report.output.shape, report.total_parameters
+        ((32, 4), 212)
+    """
+    with lifecycle.LOCK, _no_collections():
+        session = AbstractCall(model, args, kwargs).run()
+        return report_of(model, session, _plan(session, calling=False))
+
+
+def materialize(
+    model: nnx.Module,
+    *args: Any,
+    device: Any = None,
+    dtype: Any = None,
+    init_backend: str | None = None,
+    **kwargs: Any,
+) -> ShapeReport:
+    """Initialize every lazy layer that a call would reach, without running the call.
+
+    All or nothing: if a layer fails, the whole model is as it was. Layers that the call does not reach stay lazy
+    and are listed in the report's ``unreached``. Layers that are ready stay as they are.
+
+    Args:
+        model: An nnx module.
+        *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
+        device: Where the parameters are made; None: the default device.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get: drawn as usual, then cast. None: each
+            layer's own. Statistics keep theirs.
+        init_backend: The platform that draws: ``"cpu"`` gives the same bits from a seed whatever the parameters'
+            device. None: where they are made; there the bits are those that Flax's own layers get.
+        **kwargs: Keyword arguments of the call.
+
+    Returns:
+        The report of :func:`infer_shapes`, with ``unreached``.
+
+    Raises:
+        ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
+        UninitializedError: If a layer's ``initialize_parameters`` leaves a parameter empty.
+        RuntimeError: If JAX has no backend of the name ``init_backend``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lazymods as lm
+        >>> from flax import nnx
+        >>> layer = lm.LazyLinear(4, rngs=nnx.Rngs(0))
+        >>> report = lm.materialize(layer, jax.ShapeDtypeStruct((2, 3), jnp.float32))
+        >>> type(layer).__name__, layer.kernel.shape
+        ('Linear', (3, 4))
+    """
+    return _materialize(lambda: AbstractCall(model, args, kwargs), device, dtype, init_backend)
+
+
+def _materialize(start: Callable[[], AbstractCall], device: Any, dtype: Any, init_backend: str | None) -> ShapeReport:
+    dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+    with lifecycle.LOCK, _no_collections():
+        session = start()
+        snapshot = Snapshot(*session.roots)
+        where = device if init_backend is None else jax.local_devices(backend=init_backend)[0]
+        place = contextlib.nullcontext() if where is None else jax.default_device(where)
+        try:
+            changed = _set_dtype(session.everything, dtype)
+            session.run()
+            empty = {e.path for e in _graph.entries(session.everything) if _graph.is_placeholder(e.value)}
+            with place:
+                _note_draws(session)
+                drawing = _plan(session)
+                report = report_of(session.model, session, drawing)
+                while _finish(session, drawing) and _graph.lazy_nodes(session.everything):
+                    changed += _set_dtype(session.everything, dtype)  # of layers that initialize_parameters made
+                    session = start().run()
+                    _note_draws(session)
+                    drawing = _plan(session)
+            for variable, pending in changed:
+                if _graph.is_placeholder(variable):  # not reached: as before
+                    variable.set_raw_value(pending)
+            _cast(session.everything, empty, dtype)
+            if where is not None:
+                _move(session.everything, empty, device)
+        except BaseException:
+            snapshot.restore()
+            raise
+    return report.of_finished(session.nodes())
+
+
+def initialize(reach: list[Any], run: Callable[..., Any], arrays: list[Any]) -> None:
+    """Initialize the lazy layers that a run would reach, as :func:`materialize`.
+
+    Args:
+        reach: nnx objects, Variables and containers of such: all that it can reach.
+        run: Gets copies of those, as a ``Copies``, and the arrays without values.
+        arrays: Arrays that it takes.
+    """
+    _materialize(lambda: AbstractCall(reach, (arrays,), {}, run), None, None, None)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Put off the collection of cycles: nearly all that is made here is kept, and each would go through all of it."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _move(model: Any, paths: set[Path], device: Any) -> None:
+    """Bring what was made to its device, bound to it, so that the model's calls run there; None: the default one."""
+    for path, _, _, value in list(_graph.entries(model)):
+        if path not in paths or _graph.is_placeholder(value):
+            continue
+        raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+        moved = _to_default_device(raw) if device is None else jax.device_put(raw, device)
+        if isinstance(value, nnx.Variable):
+            value.set_raw_value(moved)
+        else:
+            put(model, path, moved)
+
+
+def _to_default_device(array: Any) -> Any:
+    """Copy an array, or keys, to where JAX makes arrays; bound to no device, as what is made there."""
+    from lazymods import _memory
+
+    device = _memory.default_device()
+    if not isinstance(array, jax.Array) or _compat.is_tracer(array) or array.devices() == {device}:
+        return array
+    if is_key(array):
+        return jax.random.wrap_key_data(_to_default_device(jax.random.key_data(array)), impl=jax.random.key_impl(array))
+    return _compat.device_put([np.asarray(array)], device)[0]
+
+
+def _waiting(session: AbstractCall) -> list[LayerCall]:
+    return [v for v in session.visits.values() if STATE in vars(v.layer)]
+
+
+def _note_draws(session: AbstractCall) -> None:
+    """Note how often each layer draws at its sizes, before any key is used: order of calls is not that of draws."""
+    for visit in _waiting(session):
+        state = vars(visit.layer)[STATE]
+        if state.turns is not None and visit.values is not None and not state.spec.modules:
+            lifecycle.note_draws(visit.layer, state.spec.abstract(visit.values, {}), roots=session.roots)
+
+
+def _plan(session: AbstractCall, calling: bool = True) -> lifecycle.PendingValues:
+    """Plan the values of the layers that a run reached; ``calling``: initializers of users may be called."""
+    return lifecycle.plan([(v.layer, v.values) for v in _waiting(session)], calling)
+
+
+def _finish(session: AbstractCall, drawing: lifecycle.PendingValues) -> bool:
+    """Initialize the layers that a run reached; say whether there were any."""
+    paths = {id(node): path for path, node in session.nodes()}
+    waiting = _waiting(session)
+    with lifecycle.prepared(drawing):
+        for visit in waiting:
+            if STATE in vars(visit.layer):  # else a layer that wraps it has initialized it
+                _finish_layer(visit, dotted(paths.get(id(visit.layer), ())))
+    return bool(waiting)
+
+
+def _finish_layer(visit: LayerCall, path: str) -> None:
+    try:
+        first_call.finish(visit.layer, visit.args, visit.kwargs, keep_class=first_call.is_carried(visit.layer))
+    except LazyError as error:
+        where = located(path, type(visit.layer).__name__)
+        raise relocate(error, lambda p: p.where if path in p.where else where) from error
+
+
+def _cast(model: Any, paths: set[Path], dtype: Any) -> None:
+    """Cast what an initializer returned in another dtype than it was asked for, if that is the one that is wanted."""
+    for path, _, _, value in list(_graph.entries(model)) if dtype is not None else ():
+        if path not in paths or not isinstance(value, nnx.Param) or _graph.is_placeholder(value):
+            continue
+        raw = value.get_raw_value()
+        if jnp.issubdtype(raw.dtype, jnp.floating) and raw.dtype != dtype:
+            value.set_raw_value(raw.astype(dtype))
+
+
+def _set_dtype(model: Any, dtype: Any) -> list[tuple[UninitializedVariable, PendingInit]]:
+    """Give floating-point placeholders another dtype; return those with the pending inits that they had."""
+    changed = []
+    for variable in _graph.variables(model) if dtype is not None else ():
+        if not isinstance(variable, UninitializedVariable) or not isinstance(variable, nnx.Param):
+            continue
+        if jnp.issubdtype(variable.dtype, jnp.floating) and variable.dtype != dtype:
+            changed.append((variable, variable.pending))
+            variable.dtype = dtype
+    return changed

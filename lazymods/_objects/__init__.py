@@ -1,0 +1,1 @@
+"""What Python objects hold: walked, described, compared and copied."""

@@ -1,0 +1,363 @@
+"""What a load would write, and everything that is wrong with it, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from lazymods import _compat, _graph
+from lazymods._errors import Problem, describe, located
+from lazymods._graph import OTHER, STATE, Path, dotted, kind_of
+from lazymods._initial.keys import is_key
+from lazymods._initial.stacking import Shape
+from lazymods._layer import held as _held
+from lazymods._layer import lifecycle, structure
+from lazymods._layer.abstract_module import AbstractModule
+from lazymods._layer.config import REFUSALS, ConstructorInit, LayerConfig, example_key
+from lazymods._layer.formulas import ShapeFormulas
+from lazymods._layer.placeholder import UninitializedVariable, fits, show_shape
+from lazymods.state.entries import IMPL, Place, Survey, home_trace
+from lazymods.state.plain import as_number
+from lazymods.state.values import as_array, cast_problem, is_deleted, is_number, own, same_numbers, same_values
+
+
+class Write(NamedTuple):
+    """An entry that fits: where it goes, its value, the dtype that it gets, and what is there now.
+
+    The dtype is None for what is written as it is: a number, a text, a random key.
+    """
+
+    place: Place
+    value: Any
+    dtype: Any
+    current: Any
+
+
+class LoadPlan:
+    """What a load would do, and what is wrong with it.
+
+    Args:
+        survey: The model.
+        given: What is to be written, by name.
+        skip: Whether entries whose shape does not fit are left out.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
+
+    Attributes:
+        lazy: The model's lazy layers, with their paths, children before parents.
+        sized: The layers whose every slot will have been written, with their abstract modules.
+        writes: What fits, by name.
+        missing: Names of the model without an entry.
+        unexpected: Entries that the model has no name for.
+        mismatched: Names whose entries do not fit in shape.
+        problems: What is wrong.
+        uninitialized: Uninitialized entries for parameters that have a value.
+    """
+
+    def __init__(self, survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: Any = None) -> None:
+        self.model, self.places = survey.model, survey.places
+        self.given, self.skip, self.dtype = given, skip, dtype
+        self.lazy = [(p, n) for p, n in reversed(survey.nodes) if _graph.is_lazy_node(n)]
+        self.sized: list[tuple[Any, AbstractModule]] = []
+        self.grown: list[tuple[Any, AbstractModule]] = []
+        self.writes: dict[str, Write] = {}
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.mismatched: list[str] = []
+        self.problems: list[Problem] = []
+        self.uninitialized: list[Problem] = []
+
+    def where(self, place: Place) -> str:
+        """Name a place by its path and what is there."""
+        return located(place.name, type(place.owner).__name__)
+
+    def mismatch(self, place: Place, got: str, needed: str) -> None:
+        """Note an entry whose shape does not fit."""
+        self.mismatched.append(place.name)
+        if not self.skip:
+            write = 'mismatched="skip" to leave it out, or an entry that fits'
+            self.problems.append(Problem(self.where(place), got, needed, write))
+
+    def problem(self, place: Place, got: str, needed: str, write: str) -> None:
+        """Note that an entry cannot be written."""
+        self.problems.append(Problem(self.where(place), got, needed, write))
+
+    def target_dtype(self, place: Place, stored: Any, made: Any = None) -> Any:
+        """Return the dtype that a value gets in a place: only parameters get the one that was asked for."""
+        dtype = _dtype_of(place.value) if made is None else made.dtype
+        becomes_jax = place.lazy and not isinstance(made, np.ndarray)
+        if dtype is None or becomes_jax:  # an array of JAX has no 64 bits unless they are enabled
+            dtype = jax.dtypes.canonicalize_dtype(stored if dtype is None else dtype)
+        is_cast = self.dtype is not None and isinstance(place.owner, nnx.Param) and jnp.issubdtype(dtype, jnp.floating)
+        return self.dtype if is_cast else dtype
+
+
+def make_plan(
+    survey: Survey,
+    given: Mapping[str, Any],
+    *,
+    skip: bool,
+    dtype: Any = None,
+    fitted: Sequence[tuple[Any, AbstractModule]] = (),
+) -> LoadPlan:
+    """Check every entry against the model.
+
+    Args:
+        survey: The model.
+        given: What is to be written, by name.
+        skip: Whether to leave out what does not fit in shape.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
+        fitted: Layers whose sizes are known by other ways than formulas, with their abstract modules.
+    """
+    plan = LoadPlan(survey, given, skip=skip, dtype=dtype)
+    used: set[str] = set()
+    groups: dict[tuple[int, Any], list[Place]] = {}
+    for place in plan.places.values():
+        groups.setdefault(place.identity, []).append(place)
+    for aliases in groups.values():
+        found = [p for p in aliases if p.name in given]
+        used.update(p.name for p in found)
+        if not found:
+            if not aliases[0].is_rng:
+                plan.missing.extend(p.name for p in aliases)
+            continue
+        if is_key(aliases[0].value) and not _graph.is_placeholder(given[found[0].name]):
+            used.update(f"{p.name}.{IMPL}" for p in found)
+            _check_key(plan, found[0], given)
+            continue
+        if len(found) > 1:
+            found.sort(key=lambda p: _graph.is_placeholder(given[p.name]))  # a value, if one has it
+        if _ties_agree(plan, found, given):
+            _check_entry(plan, found[0], given[found[0].name])
+    plan.sized.extend(fitted)
+    _check_lazy_layers(plan)
+    order = {name: i for i, name in enumerate(plan.places)}
+    plan.missing.sort(key=order.__getitem__)
+    plan.unexpected = [k for k in given if k not in used]
+    return plan
+
+
+def _ties_agree(plan: LoadPlan, found: list[Place], given: Mapping[str, Any]) -> bool:
+    first, *others = found
+    for other in others:
+        a, b = given[first.name], given[other.name]
+        if _graph.is_placeholder(a) or _graph.is_placeholder(b):
+            continue
+        if not same_values(a, b) and not same_numbers(a, b):
+            plan.problem(
+                other,
+                f"another value than {first.name}, to which it is tied in the model",
+                "one value for what is one parameter",
+                f"equal entries, or only {first.name}",
+            )
+            return False
+    return True
+
+
+def _check_entry(plan: LoadPlan, place: Place, value: Any) -> None:
+    current = place.value
+    if _graph.is_placeholder(value):
+        if not place.lazy:
+            plan.uninitialized.append(
+                Problem(
+                    plan.where(place),
+                    f"an uninitialized entry of shape {_partial(value)}",
+                    f"a value: the model's parameter has one, {describe(current)}",
+                    "lm.materialize(other, x) before lm.state_dict(other)",
+                )
+            )
+        return
+    if kind_of(current) is OTHER and not (isinstance(value, Tracer) and is_number(current)):
+        _check_plain(plan, place, value, current)
+        return
+    array = as_array(value)
+    if array is None or is_deleted(array):
+        got = f"a value of type {type(value).__name__}" if array is None else "an array that was deleted or donated"
+        odd = array is None and hasattr(value, "shape")  # such as a masked array, or a sparse tensor
+        line = "a plain array, with a number in each place," if odd else "jnp.asarray(...)"
+        plan.problem(place, got, "an array of numbers", f"{line} for {place.name}")
+        return
+    if isinstance(array, Tracer) and home_trace(plan.model) is not _compat.current_trace():
+        got = f"{describe(array)}, a traced value of a transform that the model is outside of"
+        plan.problem(place, got, "a value that outlives the transform", "the load before or after the transform")
+        return
+    if _has_no_numbers(current):
+        got = f"{describe(value)}, for an array of {current.dtype} in the model"
+        plan.problem(place, got, "an array of numbers, as it is there", f"an array of numbers for {place.name}")
+        return
+    shape = current.pending.shape if place.lazy else tuple(np.shape(current))
+    if not fits(shape, array.shape):
+        needed = show_shape(shape) if shape is not None else "?"
+        plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting")
+        return
+    made = _made_instead(place, tuple(array.shape))
+    dtype = plan.target_dtype(place, array.dtype, made)
+    reason = cast_problem(array, dtype)
+    if reason is not None:
+        plan.problem(place, describe(array), reason, f"{place.name} in a dtype that casts to {np.dtype(dtype).name}")
+        return
+    if isinstance(made, np.ndarray) and not isinstance(array, Tracer):
+        array, dtype = np.array(array, dtype), None
+    plan.writes[place.name] = Write(place, array, dtype, current)
+
+
+def _made_instead(place: Place, shape: Shape) -> Any:
+    """Return what a user's initializer makes, if it is another kind of array than the placeholder tells."""
+    pending = place.value.pending if place.lazy else None
+    if pending is None or not isinstance(pending.source, ConstructorInit) or pending.stacking.sizes:
+        return None
+    return pending.source.returned(shape, pending.dtype)
+
+
+def _check_plain(plan: LoadPlan, place: Place, value: Any, current: Any) -> None:
+    """Check what is to take the place of a number, a text or another object."""
+    if not is_number(current):
+        if type(value) is type(current):
+            plan.writes[place.name] = Write(place, value, None, current)
+        else:
+            needed = f"a value of type {type(current).__name__}, as the one that is there"
+            plan.problem(place, describe(value), needed, f"a value of that type for {place.name}")
+        return
+    array = value if is_number(value) else as_array(value)
+    if array is None or is_deleted(array):
+        plan.problem(place, describe(value), "a number", f"a number for {place.name}")
+    elif np.shape(array) != ():
+        plan.mismatch(place, describe(array), f"one number, as {current!r} is")
+    elif isinstance(current, (int, np.integer, np.bool_)) and type(array) is not int and not np.isfinite(array):
+        plan.problem(place, str(np.asarray(array)), f"a finite number, as {current!r} is", f"a number for {place.name}")
+    else:
+        number = array if is_number(array) else as_number(array, current)
+        plan.writes[place.name] = Write(place, number, None, current)
+
+
+def _has_no_numbers(current: Any) -> bool:
+    return isinstance(current, np.ndarray) and as_array(current) is None
+
+
+def _partial(value: UninitializedVariable) -> str:
+    return "?" if value.pending.shape is None else show_shape(value.pending.shape)
+
+
+def _dtype_of(current: Any) -> Any:
+    if _graph.is_placeholder(current):
+        return current.pending.dtype
+    return current.dtype if hasattr(current, "dtype") else jnp.result_type(current)
+
+
+def _check_key(plan: LoadPlan, place: Place, given: Mapping[str, Any]) -> None:
+    value = given[place.name]
+    current = place.value
+    impl = None
+    if place.lazy:
+        impl = str(jax.random.key_impl(example_key(current.dtype)))
+    elif not isinstance(current, jax.ShapeDtypeStruct):
+        impl = str(jax.random.key_impl(current))
+    named = given.get(f"{place.name}.{IMPL}")
+    if named is not None:
+        named = bytes(np.asarray(named).astype(np.uint8)).decode(errors="replace")
+    if is_key(value):
+        named, value = str(jax.random.key_impl(value)), jax.random.key_data(value)
+    array = as_array(value)
+    is_other = named is not None and impl is not None and named != impl
+    if array is None or is_deleted(array) or array.dtype != np.uint32 or is_other:
+        got = f"{describe(value)} of a {named or 'nameless'} key"
+        plan.problem(place, got, f"the data of a {impl} key, uint32", "lm.state_dict(model, include_rng=True)")
+        return
+    known = place.value.pending.shape if place.lazy else current.shape
+    words = jax.eval_shape(jax.random.key_data, example_key(current.dtype)).shape
+    wanted = None if known is None else (*known, *words)
+    if not fits(wanted, array.shape) or array.shape[-1:] != words:
+        plan.mismatch(place, describe(array), f"shape {'?' if wanted is None else show_shape(wanted)}")
+        return
+    key = jax.random.wrap_key_data(*own([array]), impl=impl or named)
+    if isinstance(current, jax.Array) and not isinstance(current, Tracer) and current.committed:
+        key = jax.device_put(key, current.sharding)
+    plan.writes[place.name] = Write(place, key, None, current)
+
+
+def _check_lazy_layers(plan: LoadPlan) -> None:
+    """Check that the entries of each lazy layer agree on its sizes."""
+    by_owner = {id(w.place.owner): w for w in plan.writes.values()}
+    done = {id(layer) for layer, _ in plan.sized}
+    known: dict[Any, Any] = {}  # layers of one configuration share their spec, and those of one size the rest
+    for path, layer in plan.lazy:
+        spec = vars(layer)[STATE].spec
+        if spec is None or spec.modules or spec.guesses or id(layer) in done:
+            continue  # what fits is seen when the layer is settled
+        formulas = known.get(spec) or known.setdefault(spec, spec.formulas)
+        shapes, writes = _shapes_to_be(layer, formulas, by_owner)
+        if not writes:
+            continue
+        key = (spec, tuple(shapes.items()))
+        abstract, conflicts = known.get(key) or known.setdefault(key, _sized(spec, formulas, shapes))
+        if abstract is not None:
+            _note_other_structure(plan, layer, formulas.abstract, abstract)
+        if abstract is not None and shapes.keys() == formulas.abstract.slots.keys() == abstract.slots.keys():
+            plan.sized.append((layer, abstract))
+        if conflicts:
+            plan.mismatched.extend(w.place.name for w in writes)
+            for write in writes:
+                plan.writes.pop(write.place.name, None)
+        if conflicts and not plan.skip:
+            where = located(dotted(path), type(layer).__name__)
+            needed = "entries that agree on the layer's sizes"
+            plan.problems.append(Problem(where, conflicts[0], needed, "entries of one and the same layer"))
+    if plan.mismatched:  # an entry that is left out may be tied into a layer that counted on it
+        plan.sized.clear()
+
+
+def _note_other_structure(plan: LoadPlan, layer: Any, known: AbstractModule, actual: AbstractModule) -> None:
+    """Note what a layer has at the sizes of its entries only, and forget what it has not."""
+    same_slots = actual.slots.keys() == known.slots.keys()
+    spec = vars(layer)[STATE].spec
+    if structure.has_other_slots(spec, actual) or structure.has_pending_arrays(spec, actual):
+        plan.grown.append((layer, actual))
+    if same_slots:
+        return
+    slots = lifecycle.own_slots(layer, known).items()
+    gone = {id(value) for slot, (_, _, value) in slots if slot not in actual.slots}
+    plan.missing = [name for name in plan.missing if id(plan.places[name].owner) not in gone]
+
+
+def _shapes_to_be(
+    layer: Any, formulas: ShapeFormulas, by_owner: Mapping[int, Write]
+) -> tuple[dict[Path, Shape], list[Write]]:
+    """Return the shapes of the slots that have a value or will get one, and the writes to them."""
+    shapes, writes = {}, []
+    held = lifecycle.own_slots(layer, formulas.abstract)
+    stacked = _held.stackings_held(held)
+    for slot, (_, _, value) in held.items():
+        write = by_owner.get(id(value))
+        if write is not None:
+            writes.append(write)
+            shape = write.value.shape
+        elif not _graph.is_placeholder(value):
+            shape = lifecycle.shape_of(value)
+        else:
+            continue
+        shapes[slot] = stacked.part(slot, tuple(shape), len(formulas.abstract.slots[slot].shape))
+    return shapes, writes
+
+
+def _sized(
+    spec: LayerConfig, formulas: ShapeFormulas, shapes: Mapping[Path, Shape]
+) -> tuple[AbstractModule | None, Sequence[str]]:
+    """Return the constructor at the sizes that some shapes tell, None if they tell none, and what does not fit."""
+    values, conflicts = spec.read(formulas, shapes)
+    if values is None:
+        return None, conflicts
+    try:
+        abstract = spec.abstract(values, {})
+    except REFUSALS as error:
+        sizes, _ = spec.solve(formulas, shapes)
+        return None, [f"{', '.join(f'{k}={v}' for k, v in sizes.items())}, which {spec.cls.__name__} refuses: {error}"]
+    slots = abstract.slots
+    wrong = {p: s for p, s in shapes.items() if p in slots and slots[p].shape != s}
+    return None if wrong else abstract, [
+        f"{dotted(p)} of shape {s}, where {slots[p].shape} follows from the other entries" for p, s in wrong.items()
+    ]
