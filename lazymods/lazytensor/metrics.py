@@ -11,9 +11,7 @@ import collections
 import inspect
 import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -77,16 +75,6 @@ def compiled(place: str, why: str) -> None:
     with _LOCK:
         if len(_compiled) < _MOST or (place, why) in _compiled:
             _compiled[place, why] += 1
-
-
-@contextmanager
-def timed(name: str) -> Iterator[None]:
-    """Add the time that passes to a timer."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        took(name, time.perf_counter() - start)
 
 
 def took(name: str, seconds: float) -> None:
