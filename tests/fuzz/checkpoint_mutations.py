@@ -58,10 +58,10 @@ def npz(write: Any = np.savez) -> bytes:
 def saved_npz() -> bytes:
     """What ``lm.save`` writes of bfloat16 and of tied parameters."""
     out = io.BytesIO()
-    values = {n: v.view("V2") if v.dtype == ml_dtypes.bfloat16 else v for n, v in arrays().items()}
+    values: dict[str, Any] = {n: v.view("V2") if v.dtype == ml_dtypes.bfloat16 else v for n, v in arrays().items()}
     texts = {"__dtypes__": {"norm.scale": "bfloat16"}, "__aliases__": {"tied": "fc1.bias"}}
     values |= {key: np.frombuffer(json.dumps(text).encode(), np.uint8) for key, text in texts.items()}
-    np.savez(out, allow_pickle=False, **values)
+    np.savez(out, **values)
     return out.getvalue()
 
 

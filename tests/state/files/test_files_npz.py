@@ -73,10 +73,10 @@ def test_fortran_arrays_are_views_too(tmp_path: Path) -> None:
     assert is_mapped(value)
 
 
-def with_dtypes(path: Path, dtypes: Any, **arrays: np.ndarray) -> Path:
+def with_dtypes(path: Path, dtypes: Any, **arrays: Any) -> Path:
     text = dtypes if isinstance(dtypes, bytes) else json.dumps(dtypes).encode()
     arrays["__dtypes__"] = np.frombuffer(text, np.uint8)
-    np.savez(path, allow_pickle=False, **arrays)
+    np.savez(path, **arrays)
     return path
 
 
