@@ -26,7 +26,7 @@ _PRIVATE = frozenset((STATE, HOOKS, _compat.STATE, _compat.NODES))
 
 
 class _Local(threading.local):
-    session: Any = None  # the _session.Session whose abstract run this thread is in, if any
+    session: Any = None  # the AbstractCall that this thread is in, if any
     stage: Any = None  # what the trace of an lm.jit function in this thread does with lazy layers, if there is one
     initializing: int = 0  # how many initialize_parameters of layers this thread is in
     updated: Any = None  # where it is noted which LazyOptimizer makes its state for which model, if anywhere

@@ -4,7 +4,7 @@ A :class:`LayerConfig` is immutable and hashable; it is what copies of a layer s
 a few probe sizes gives its formulas (see :mod:`lazymods._layer.formulas`). The same formulas, turned round, read the
 sizes from the shapes in a checkpoint.
 
-Layers of a class that only scales (``LayerSpec.scales``) make up a family if they differ in sizes alone: the
+Layers of a class that only scales (``LazyClassSpec.scales``) make up a family if they differ in sizes alone: the
 constructor is read for the family, and what it makes of each layer is computed.
 """
 

@@ -1,6 +1,6 @@
 """``lazy(cls, infer=...)``: a lazy twin of any nnx.Module class.
 
-The twin's constructor binds the arguments, reads the class's own constructor (see ``_spec``), and gives the
+The twin's constructor binds the arguments, reads the class's own constructor (see ``config``), and gives the
 object placeholders. At the first call ``infer`` tells the missing arguments, and the object becomes what
 ``cls(...)`` would have made of them, with the same rngs.
 """

@@ -1,7 +1,7 @@
 """From lazy to ready: the only place that fills a layer's slots and swaps its class.
 
 A lazy layer has the attributes of the class it will become, placeholders for its Variables, and one more static
-attribute, its ``LazyState`` (see ``_building``). :func:`fill` computes the values that are missing, then writes
+attribute, its ``LazyState`` (see ``building``). :func:`fill` computes the values that are missing, then writes
 all of them at once; :func:`settle` removes what made the layer lazy.
 
 Values are made where the layer was born: in plain Python for a layer that is closed over by a transform, since
@@ -166,7 +166,7 @@ def _own(spec: LayerConfig, empty: Mapping[Path, Any]) -> dict[Path, Any]:
 
 
 class PendingValues:
-    """What the kernels of ``lazymods.init`` compute of the placeholders of some layers.
+    """What the kernels of ``lazymods._initial`` compute of the placeholders of some layers.
 
     Args:
         layers: AbstractModule and placeholders of each.
