@@ -105,20 +105,28 @@ _ON_FIRST_USE = {
 _PARTS = ("autograd", "lazytensor")  # imported when they are first used, as modules
 
 
-def __getattr__(name: str) -> Any:
-    if name in _PARTS:
-        return importlib.import_module(f"lazymods.{name}")
-    if name not in _ON_FIRST_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        value = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
-    except MissingNameError as error:
-        if name != "jit":
-            raise
-        value = importlib.import_module("lazymods.compile.plain").jit_without(error)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # to a type checker, a name that is missing is an error
+
+    def __getattr__(name: str) -> Any:
+        if name in _PARTS:
+            return importlib.import_module(f"lazymods.{name}")
+        if name not in _ON_FIRST_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            value = getattr(importlib.import_module(_ON_FIRST_USE[name]), name)
+        except MissingNameError as error:
+            if name != "jit":
+                raise
+            value = importlib.import_module("lazymods.compile.plain").jit_without(error)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ON_FIRST_USE, *_PARTS})
+    """List the public names: not what this file imports for itself, nor the modules in which the names live."""
+    here = [name for name, value in globals().items() if not name.startswith("_") and _is_own(value)]
+    return sorted({*here, *_ON_FIRST_USE, *_PARTS, "nn", "__version__"})
+
+
+def _is_own(value: object) -> bool:
+    return getattr(value, "__module__", "").partition(".")[0] == __name__

@@ -14,7 +14,7 @@ import itertools
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from flax import nnx
 
@@ -50,7 +50,19 @@ class _Inferred:
 INFERRED = _Inferred()
 
 
-def lazy(cls: type, *, infer: Infer) -> Any:
+M = TypeVar("M", bound=nnx.Module)
+
+if TYPE_CHECKING:
+
+    class LazyClass(type, Generic[M]):
+        """What ``lazy`` returns, for type checkers: a class of ``M``s, all of whose arguments go by keyword."""
+
+        cls_to_become: type[M]
+
+        def __call__(self, **arguments: Any) -> M: ...
+
+
+def lazy(cls: type[M], *, infer: Infer) -> LazyClass[M]:
     """Make a lazy twin of an nnx.Module class.
 
     Args:

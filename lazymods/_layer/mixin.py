@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from flax import nnx
 
@@ -46,9 +46,9 @@ class LazyModuleMixin(nnx.Module):  # a Module, so that the layout is that of th
         ((2, 3), 'Scale')
     """
 
-    cls_to_become = None
+    cls_to_become: type[nnx.Module] | None = None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Make an object that is lazy from the start."""
         target = cls.cls_to_become
         self = super().__new__(cls if target is None else _compat.laid_out_as(target, cls))
@@ -70,15 +70,17 @@ class LazyModuleMixin(nnx.Module):  # a Module, so that the layout is that of th
     _lazymods_infer: Any = None
     _lazymods_entries: tuple[str, ...] = ()  # other methods that may be the first to be called
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Initialize, then run the forward of the class that this one stands for."""
-        cls = type(self)
-        if not issubclass(cls, LazyModuleMixin):  # another thread has just initialized it
-            return self(*args, **kwargs)
-        forward: Callable[..., Any] = super(LazyModuleMixin, cls).__call__  # type: ignore[misc]
-        if STATE not in vars(self):
-            return forward(self, *args, **kwargs)
-        return first_call.first_call(self, forward, args, kwargs)
+    if not TYPE_CHECKING:  # type checkers take that of the class that this one stands for
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Initialize, then run the forward of the class that this one stands for."""
+            cls = type(self)
+            if not issubclass(cls, LazyModuleMixin):  # another thread has just initialized it
+                return self(*args, **kwargs)
+            forward: Callable[..., Any] = super(LazyModuleMixin, cls).__call__  # type: ignore[misc]
+            if STATE not in vars(self):
+                return forward(self, *args, **kwargs)
+            return first_call.first_call(self, forward, args, kwargs)
 
     def initialize_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Materialize every parameter; runs once, with the arguments of the first call.
@@ -101,24 +103,26 @@ class LazyModuleMixin(nnx.Module):  # a Module, so that the layout is that of th
     def infer_attributes_from_state(self) -> None:
         """Set attributes such as ``in_features`` from the parameters; runs after a load has filled them."""
 
-    def __getattr__(self, name: str) -> Any:
-        """Say of an attribute that must wait for the sizes that it is pending."""
-        state = vars(self).get(STATE)
-        if state is not None and state.spec is not None and not name.startswith("__"):
-            pending = state.spec.formulas.pending if not state.spec.modules else ()
-            if (name,) in pending:
-                raise PendingAttributeError(
-                    Problem(
-                        _graph.place(self, type(self).__name__),
-                        f"a use of .{name}",
-                        "its sizes, which are not known yet",
-                        "model(x) or lm.materialize(model, x), first",
+    if not TYPE_CHECKING:  # for type checkers, the attributes are those of the class
+
+        def __getattr__(self, name: str) -> Any:
+            """Say of an attribute that must wait for the sizes that it is pending."""
+            state = vars(self).get(STATE)
+            if state is not None and state.spec is not None and not name.startswith("__"):
+                pending = state.spec.formulas.pending if not state.spec.modules else ()
+                if (name,) in pending:
+                    raise PendingAttributeError(
+                        Problem(
+                            _graph.place(self, type(self).__name__),
+                            f"a use of .{name}",
+                            "its sizes, which are not known yet",
+                            "model(x) or lm.materialize(model, x), first",
+                        )
                     )
-                )
-        own = getattr(super(), "__getattr__", None)  # the class's own
-        if own is not None:
-            return own(name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            own = getattr(super(), "__getattr__", None)  # the class's own
+            if own is not None:
+                return own(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         """Show what is known: a repr of the class's own, as a dataclass has, may ask for a size."""

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 from lazymods._refusals import refuse_uncallable
 from lazymods.compile.function import JitFunction
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 
 @overload
 def jit(
-    function: Callable[..., Any],
+    function: Callable[P, R],
     *,
     donate_state: bool = False,
     static_argnames: str | Sequence[str] = (),
     max_paths: int = 16,
     check: bool = False,
-) -> JitFunction: ...
+) -> JitFunction[P, R]: ...
 
 
 @overload
@@ -27,7 +30,7 @@ def jit(
     static_argnames: str | Sequence[str] = (),
     max_paths: int = 16,
     check: bool = False,
-) -> Callable[[Callable[..., Any]], JitFunction]: ...
+) -> Callable[[Callable[P, R]], JitFunction[P, R]]: ...
 
 
 def jit(

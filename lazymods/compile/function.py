@@ -24,8 +24,8 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 from flax.errors import TraceContextError
@@ -64,6 +64,11 @@ _NO_PATH = (HiddenModelError, NotSizedError, NoPathError, *NOT_TRACEABLE)  # the
 _TRACE, _EVAL, _FLAX = _compat_jit.TRACE, _compat_jit.EVAL, _compat_jit.FLAX
 _UNLOCKED = contextlib.nullcontext()
 
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+Q = ParamSpec("Q")
+S = TypeVar("S")
+
 
 def _has_tracer(error: BaseException) -> bool:
     """Whether what the function has raised tells of an array: ``raise Diverged(loss)``, or an error that follows it."""
@@ -75,7 +80,7 @@ def _has_tracer(error: BaseException) -> bool:
     return False
 
 
-class JitFunction(Staged):
+class JitFunction(Staged, Generic[P, R]):
     """A function compiled by :func:`lazymods.jit`."""
 
     is_jit = True  # for whoever has to know, without importing this file
@@ -100,11 +105,11 @@ class JitFunction(Staged):
         functools.update_wrapper(self, function if hasattr(function, "__name__") else type(function))
         self.__wrapped__ = function
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> JitFunction:
+    def __deepcopy__(self, memo: dict[int, Any]) -> JitFunction[P, R]:
         """Copy the function, with the object whose method it is; the copy compiles anew."""
         return JitFunction(copy.deepcopy(self._function, memo), *self._options)
 
-    def __copy__(self) -> JitFunction:
+    def __copy__(self) -> JitFunction[P, R]:
         """Return a function that does the same, and compiles anew."""
         return JitFunction(self._function, *self._options)
 
@@ -115,6 +120,14 @@ class JitFunction(Staged):
         for part in name.split("."):
             found = getattr(found, part, None)
         return name if found is self else (JitFunction, (self._function, *self._options))
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> JitFunction[P, R]: ...
+
+    @overload
+    def __get__(
+        self: JitFunction[Concatenate[S, Q], R], instance: S, owner: type | None = None
+    ) -> Callable[Q, R]: ...
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Be a method of the class that it is defined in."""
@@ -134,7 +147,7 @@ class JitFunction(Staged):
 
     # ------------------------------------------------------------ the short way
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: C901  one frame: another costs as much as five lines
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:  # noqa: C901  one frame: another costs as much as five lines
         """Call the function, compiled."""
         fast = self._fast
         if fast is None or _TRACE.value is not _EVAL or _FLAX.tmp_static_cache is not None:
