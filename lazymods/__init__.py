@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from lazymods.compile.lowering import lower as lower
     from lazymods.compile.persistent import set_compilation_cache as set_compilation_cache
     from lazymods.state import LoadResult as LoadResult
-    from lazymods.state import load_state_dict as load_state_dict
-    from lazymods.state import state_dict as state_dict
+    from lazymods.state.load_state_dict import load_state_dict as load_state_dict
+    from lazymods.state.state_dict import state_dict as state_dict
     from lazymods.state.checkpoint import load as load
     from lazymods.state.layouts import export_torch as export_torch
     from lazymods.state.orbax_saving import PendingSave as PendingSave

@@ -51,7 +51,7 @@ class LazyError(Exception):
 
     def __init__(self, *problems: Problem, heading: str = "") -> None:
         super().__init__(*problems)
-        self.problems = tuple(sorted(problems, key=lambda p: p.where))
+        self.problems: tuple[Problem, ...] = tuple(sorted(problems, key=lambda p: p.where))
         self.heading = heading
 
     def __str__(self) -> str:

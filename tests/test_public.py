@@ -18,7 +18,7 @@ PACKAGE = Path(lm.__file__).parent
 ROOT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 NAMES = {n: getattr(lm, n) for n in dir(lm) if not n.startswith("_")}
-PUBLIC = {n: v for n, v in NAMES.items() if not isinstance(v, types.ModuleType) and n not in ("TYPE_CHECKING", "Any")}
+PUBLIC = {n: v for n, v in NAMES.items() if not isinstance(v, types.ModuleType)}
 TITLES = ("Args:", "Attributes:", "Returns:", "Yields:", "Raises:", "Example:", "References:", "Inferred:")
 
 
@@ -71,6 +71,15 @@ def test_names_of_the_contract() -> None:
         infer_shapes materialize summary ShapeReport state_dict load_state_dict LoadResult
         LazyError UninitializedError ShapeInferenceError StateDictError CheckpointError"""
     assert sorted(set(promised.split()) - set(PUBLIC)) == []
+
+
+def test_dir_shows_the_public_names_and_no_others() -> None:
+    """Those that ``__init__.py`` imports as themselves, for type checkers or at run time, and those of lazymods.nn."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    aliases = [a for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names if a.name == a.asname]
+    expected = {a.name for a in aliases} | {"nn", "__version__"} | set(lm.nn.__all__)
+    assert dir(lm) == sorted(expected)
+    assert {n for n, v in NAMES.items() if isinstance(v, types.ModuleType)} == {"autograd", "lazytensor", "nn"}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -201,8 +201,8 @@ class Executable:
     __slots__ = ("formats", "run")
 
     def __init__(self, formats: Sequence[Any], execute: Callable[..., Any], handlers: Sequence[Any]) -> None:
-        self.formats = formats
-        self.run = lambda arguments: execute(arguments).consume_with_handlers(handlers)
+        self.formats: Sequence[Any] = formats
+        self.run: Callable[[Any], Any] = lambda arguments: execute(arguments).consume_with_handlers(handlers)
 
     def takes(self, number: int, array: Any) -> bool:
         """Whether an array is where and as the program wants that argument; its shape and dtype must be right."""

@@ -105,7 +105,7 @@ class Recorded(Tracer):
     def __init__(self, trace: Recorder, aval: Any, cell: Any) -> None:
         self._trace = trace
         self.aval = aval
-        self.cell = cell
+        self.cell: Any = cell
 
     def __del__(self) -> None:
         self.cell.held = False
@@ -226,8 +226,8 @@ class Recorder(OperationByOperation):
 
     def __init__(self, recording: Any) -> None:
         super().__init__()
-        self.recording = recording
-        self.parent = core.trace_ctx.trace
+        self.recording: Any = recording
+        self.parent: Any = core.trace_ctx.trace
         world = _worlds.get(self.parent)
         if world is None:
             world = _worlds.setdefault(self.parent, _SameWorld(self.parent))

@@ -163,8 +163,12 @@ class PendingInit:
         *,
         keys: Any,
     ) -> None:
-        self.source, self.element, self.dtype, self.label = source, element, dtype, label
-        self.turns, self.key_source = turns, keys
+        self.source: InitFunction = source
+        self.element: PartialShape | None = element
+        self.dtype: Any = dtype
+        self.label: str = label
+        self.turns: draws.Turns | None = turns
+        self.key_source: Any = keys
 
     @classmethod
     def build(

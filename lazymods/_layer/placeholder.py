@@ -417,13 +417,13 @@ for _name in "add sub mul matmul truediv floordiv mod pow lshift rshift and xor 
 class UninitializedParameter(UninitializedVariable, nnx.Param[Any]):
     """A placeholder that is an ``nnx.Param`` (see :class:`UninitializedVariable` for the arguments)."""
 
-    target = nnx.Param
+    target: type[nnx.Variable[Any]] = nnx.Param
 
 
 class UninitializedBuffer(UninitializedVariable, nnx.BatchStat[Any]):
     """A placeholder that is an ``nnx.BatchStat`` (see :class:`UninitializedVariable` for the arguments)."""
 
-    target = nnx.BatchStat
+    target: type[nnx.Variable[Any]] = nnx.BatchStat
 
 
 class UninitializedArray(UninitializedVariable):

@@ -52,8 +52,8 @@ class LazyOptimizer(nnx.Optimizer[Any]):
             super().__init__(model, tx, wrt=wrt)
             lifecycle.finish_class(self)
             return
-        self.graph = None
-        self.step = OptState(jnp.array(0, dtype=jnp.uint32))
+        self.graph: Any = None
+        self.step: OptState = OptState(jnp.array(0, dtype=jnp.uint32))
         self.tx = tx
         self.wrt = wrt
         object.__setattr__(self, STATE, LazyState())

@@ -43,7 +43,7 @@ class Reads:
     def __init__(self, names: dict[type, set[str]] | None = None, version: int = 0) -> None:
         self._names = names or {}
         self._size = -1
-        self.version = version
+        self.version: int = version
 
     def begin(self, cls: type) -> set[str]:
         """Return the set to which the names are added that are read of objects of a class."""
@@ -95,7 +95,7 @@ class TracedState:
         self.paths: list[tuple[Any, ...]] = []
         self.callables: list[tuple[Any, list[Any]]] = []
         self.ordered: list[Any] = []
-        self.lazy = False
+        self.lazy: bool = False
         self._in_state = 0
         self._static = static
         self._reads = reads

@@ -34,9 +34,9 @@ class Cell:
     __slots__ = ("aval", "held", "plain", "value")  # and not its node: a cycle would be left to the garbage collector
 
     def __init__(self, aval: Any, value: Any = None) -> None:
-        self.aval = aval
-        self.value = value
-        self.held = False
+        self.aval: Any = aval
+        self.value: Any = value
+        self.held: bool = False
         self.plain: Any = None
 
 
@@ -46,9 +46,9 @@ class Node:
     __slots__ = ("inputs", "kind", "outputs")
 
     def __init__(self, kind: OperationKind, inputs: list[Cell], outputs: list[Cell] | None = None) -> None:
-        self.kind = kind
-        self.inputs = inputs
-        self.outputs = [Cell(aval) for aval in kind.results] if outputs is None else outputs
+        self.kind: OperationKind = kind
+        self.inputs: list[Cell] = inputs
+        self.outputs: list[Cell] = [Cell(aval) for aval in kind.results] if outputs is None else outputs
 
 
 def needed(nodes: Sequence[Node], wanted: Iterable[Cell], *, effects: bool = False) -> list[Node]:
@@ -113,7 +113,7 @@ class Graph:
         self.inputs: list[Cell] = []
         self.places: dict[Cell, Any] = {}
         self.pools: dict[Any, tuple[int, list[Any]]] = {}
-        self.effects = False
+        self.effects: bool = False
         self._fixed = fixed
         self._arrays: dict[int, int] = {}  # places, by id
         self._numbers: dict[Any, Cell] = {}  # by place, as far as they have one

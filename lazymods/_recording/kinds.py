@@ -38,14 +38,14 @@ class OperationKind:
     __slots__ = ("__weakref__", "effects", "for_now", "operands", "params", "primitive", "results", "settings")
 
     def __init__(self, primitive: Any, params: dict[str, Any], settings: Any, operands: tuple[Any, ...]) -> None:
-        self.primitive = primitive
-        self.params = params
-        self.settings = settings
-        self.operands = operands
+        self.primitive: Any = primitive
+        self.params: dict[str, Any] = params
+        self.settings: Any = settings
+        self.operands: tuple[Any, ...] = operands
         results, effects = _compat.abstract.abstract(primitive, operands, params)
-        self.results = tuple(results)
-        self.effects = bool(effects)
-        self.for_now = tracing.names_devices(primitive, params) or any(map(tracing.is_high, operands))
+        self.results: tuple[Any, ...] = tuple(results)
+        self.effects: bool = bool(effects)
+        self.for_now: bool = tracing.names_devices(primitive, params) or any(map(tracing.is_high, operands))
         if algorithms.is_chosen(primitive, params, operands):
             algorithms.confirm(primitive, params, operands)
 
@@ -104,7 +104,7 @@ class Key:
     __slots__ = ("_hash", "parts")
 
     def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts = parts
+        self.parts: tuple[Any, ...] = parts
         self._hash = hash(parts)
 
     def __hash__(self) -> int:

@@ -65,21 +65,22 @@ class Binding:
         for node, key in captured.places:
             values.append(input_of(held_by(node)[key]))
             targets.append(Place(node, key))
-        self.inputs = len(arguments.arrays)
-        self.names = tuple(g.name for g in self.graphs)
-        self.lazy = any(g.lazy for g in self.graphs)
-        self.reach = [*arguments.roots, *arguments.variables, *captured.values]
+        self.inputs: int = len(arguments.arrays)
+        self.names: tuple[int, ...] = tuple(g.name for g in self.graphs)
+        self.lazy: bool = any(g.lazy for g in self.graphs)
+        self.reach: list[Any] = [*arguments.roots, *arguments.variables, *captured.values]
         shared = self._share(values, targets)
         self.executing = executing
-        self.values, self.count = values, len(values)
+        self.values: list[Any] = values
+        self.count: int = len(values)
         is_flat = not loose and not any(g.slots for g in self.graphs) and self.places == list(range(self.count))
         are_whole = all(type(v) is not tuple for v in values[self.count - len(captured.places) :])
-        self.is_simple = is_flat and are_whole and len(set(self.names)) == len(self.names)
+        self.is_simple: bool = is_flat and are_whole and len(set(self.names)) == len(self.names)
         self._shared = shared
-        self.constants = captured.arrays
+        self.constants: Any = captured.arrays
         self.captured = captured
         self._keys = (arguments.key, captured.key)
-        self.given = arguments.given
+        self.given: Any = arguments.given
         self.loose = loose
 
     @property
@@ -98,7 +99,7 @@ class Binding:
         """Leave out values that are there already; return which those are."""
         first: dict[Any, int] = {}
         shared = []
-        self.leaves = values[: self.inputs]
+        self.leaves: list[Any] = values[: self.inputs]
         self.targets: list[Any] = []
         self.places: list[int] = list(range(self.inputs))
         for number, target in enumerate(targets):

@@ -42,7 +42,7 @@ class BranchingProgram:
         check: Called with the constants of each new path; may refuse them.
     """
 
-    donated = ()
+    donated: tuple[int, ...] = ()
     can_be_kept = True
 
     def __init__(
@@ -54,7 +54,7 @@ class BranchingProgram:
         traced: Callable[[], None],
         check: Callable[[Sequence[Any]], None],
     ) -> None:
-        self.takes = list(range(targets))
+        self.takes: list[int] = list(range(targets))
         self.at: dict[int, int] = {target: target for target in self.takes}
         self.ran = False
         # It reaches a model that can't be an input, or a mutable array, which no path can pass on to the next: its

@@ -35,7 +35,7 @@ class CallPlan:
 
     def __init__(self, program: Program | BranchingProgram, call: Binding) -> None:
         self.program: Any = program
-        self.branches = isinstance(program, BranchingProgram)
+        self.branches: bool = isinstance(program, BranchingProgram)
         self._at = program.at
         self._record: Any = None
         self._launch: Any = None
@@ -45,9 +45,9 @@ class CallPlan:
             writes = {leaf_of[target]: out.number for target, out in self._record.writes if target in leaf_of}
             self._launch = Launcher(self.program, call.inputs + len(leaf_of), call.inputs, writes)
         order = [*range(call.inputs), *(call.places[call.inputs + program.at[t]] for t in program.takes)]
-        self.order = None if order == list(range(call.count)) else operator.itemgetter(*order, 0, 0)
+        self.order: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None if order == list(range(call.count)) else operator.itemgetter(*order, 0, 0)
         where = {place: number for number, place in enumerate(order)}
-        self.impls = [(where[call.places[n]], impl) for n, impl in call.impls.items() if call.places[n] in where]
+        self.impls: list[tuple[int, Any]] = [(where[call.places[n]], impl) for n, impl in call.impls.items() if call.places[n] in where]
         self._moves = self.order is not None or bool(self.impls)
         self._writers: dict[int, Any] = {}
 
@@ -118,7 +118,9 @@ class FastPath:
     def __init__(
         self, args: tuple[Any, ...], keywords: tuple[str, ...], moved: tuple[str, ...], call: Binding, plan: CallPlan
     ) -> None:
-        self.types, self.keywords, self.plan = [*map(type, args)], keywords, plan
+        self.types: list[type] = [*map(type, args)]
+        self.keywords: tuple[str, ...] = keywords
+        self.plan: CallPlan = plan
         self.capture_check: CaptureCheck | None = None
         self.signature: list[Any] | None = None
         graphs = iter(map(weakref.ref, call.graphs))
@@ -126,7 +128,7 @@ class FastPath:
         names = (*moved, *sorted(set(keywords) - set(moved)))  # as in the pytree of the arguments
         by_name = [count + keywords.index(name) for name in names]
         inputs: list[tuple[int, Any, Any]] = []
-        self.roots = []
+        self.roots: list[tuple[int, Any]] = []
         for number in (*range(count), *by_name):
             if kind_of_type(self.types[number]) is TokenKind.NODE:
                 self.roots.append((number, next(graphs)))
@@ -138,7 +140,7 @@ class FastPath:
         start = len(args) - len(inputs)
         plain = all(treedef is None for _, treedef, _ in inputs)  # == would ask a treedef, which is for treedefs only
         ends = plain and [number for number, _, _ in inputs] == list(range(start, len(args)))
-        self.arrays = slice(start, None) if ends else inputs
+        self.arrays: Any = slice(start, None) if ends else inputs
 
     def gather(self, args: tuple[Any, ...]) -> list[Any] | None:
         """Return the inputs among the arguments; None if a pytree is another."""

@@ -90,7 +90,8 @@ class JitFunction(Staged, Generic[P, R]):
     ) -> None:
         self._function = function
         self._options = (donate_state, static_argnames, max_paths, check)
-        self._donate, self.max_paths = donate_state, max_paths
+        self._donate = donate_state
+        self.max_paths: int = max_paths
         self._check = check or os.environ.get("LAZYMODS_CHECK") == "1"
         self._reads = Reads()
         self._splitter = Splitter(function, static_argnames)

@@ -20,7 +20,7 @@ import collections
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 from lazymods import _compat
@@ -92,12 +92,12 @@ class Graph:
     def __init__(self, root: Any, keep: bool = True) -> None:
         self._mark, self._structures = _compat_jit.Watch.mark, _compat_jit.Watch.structures
         traced_state = TracedState([root])
-        self.name = next(_numbers)
-        self.key = traced_state.key
-        self.lazy = traced_state.lazy
+        self.name: int = next(_numbers)
+        self.key: Hashable = traced_state.key
+        self.lazy: bool = traced_state.lazy
         self.variables: list[Any] = traced_state.variables
         # what is kept with the root must not hold the root: it would live until the next garbage collection
-        self.slots = [(None if node is root else node, key) for node, key in traced_state.slots]
+        self.slots: list[tuple[Any, Any]] = [(None if node is root else node, key) for node, key in traced_state.slots]
         self._slot_shapes = [slot_shape(held_by(node)[key]) for node, key in traced_state.slots]
         for node, key in traced_state.slots:
             traced_state.contents_before(node)[key] = _ANYTHING
@@ -122,7 +122,7 @@ class Graph:
         self._has_containers = bool(self._ordered or self._free or self._odd or self._callables)
         self._metadata = [_compat.raw_metadata(v).copy() for v in self.variables]
         self._variable_classes = list(map(type, self.variables))
-        self.root = weakref.ref(root)
+        self.root: weakref.ref[Any] = weakref.ref(root)
         if keep and not self.lazy:
             self._watch(root)
 

@@ -46,13 +46,14 @@ class Tape:
     """
 
     def __init__(self, closed: Any, outputs: Sequence[int], inputs: Sequence[int], adopted: Sequence[int]) -> None:
-        self.closed, self._outputs = closed, list(outputs)
+        self.closed: Any = closed
+        self._outputs = list(outputs)
         self._inputs, self._adopted = list(inputs), list(adopted)
         self._as_they_are = self._inputs == list(range(len(closed.in_avals))) and not self._adopted
         moved = set(adopted)
         self._consts = [None if n in moved else c for n, c in enumerate(closed.consts)]
-        self.constants = [c for n, c in enumerate(closed.consts) if n not in moved]
-        self.invars = [closed.jaxpr.invars[n] for n in inputs] + [closed.jaxpr.constvars[n] for n in adopted]
+        self.constants: list[Any] = [c for n, c in enumerate(closed.consts) if n not in moved]
+        self.invars: list[Any] = [closed.jaxpr.invars[n] for n in inputs] + [closed.jaxpr.constvars[n] for n in adopted]
         if moved:
             self.closed = None  # it would keep those alive
         self._jaxpr = closed.jaxpr
@@ -97,11 +98,13 @@ class Program:
     """
 
     def __init__(self, tape: Tape, record: Effects, takes: Sequence[int], inputs: int, donate: Sequence[int]) -> None:
-        self.tape, self.record, self.takes = tape, record, takes
-        self.donated = tuple(donate)
+        self.tape: Tape = tape
+        self.record: Effects = record
+        self.takes: Sequence[int] = takes
+        self.donated: tuple[int, ...] = tuple(donate)
         self.at: dict[int, int] = {target: n for n, target in enumerate(takes)}
         self.ran = False
-        self.can_be_kept = not any(map(_compat.is_tracer, tape.constants))
+        self.can_be_kept: bool = not any(map(_compat.is_tracer, tape.constants))
         self._traced: Any = None
         self._mark: Any = None
         self._twins: Sequence[tuple[int, int]] = ()

@@ -160,8 +160,8 @@ class Effects:
 
     def __post_init__(self) -> None:
         """Find the short ways of doing it again."""
-        self.passes_on = False
-        self.is_plain = not (self.changes or self.made or self.given or has_objects(self.out))
+        self.passes_on: bool = False
+        self.is_plain: bool = not (self.changes or self.made or self.given or has_objects(self.out))
 
     @property
     def only_sorts(self) -> bool:

@@ -150,8 +150,8 @@ class Lowered(_Stage):
 
     def __init__(self, target: _Target, traced: Traced, lowered: Any) -> None:
         super().__init__(traced.args_info)
-        self.jaxpr = traced.jaxpr
-        self.out_tree = jax.tree.structure(traced.out_info)
+        self.jaxpr: Any = traced.jaxpr
+        self.out_tree: Any = jax.tree.structure(traced.out_info)
         self._target, self._lowered = target, lowered
 
     @functools.cached_property
@@ -214,7 +214,7 @@ class Compiled(_Stage):
 
     def __init__(self, lowered: Lowered, target: _Target, compiled: Any) -> None:
         super().__init__(lowered.args_info)
-        self.out_tree = lowered.out_tree
+        self.out_tree: Any = lowered.out_tree
         self._target, self._compiled = target, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,8 @@ class Place:
     __slots__ = ("key", "node")
 
     def __init__(self, node: Any, key: Any) -> None:
-        self.node, self.key = node, key
+        self.node: Any = node
+        self.key: Any = key
 
     @property
     def held(self) -> Any:
@@ -156,11 +157,12 @@ class Body:
         self._call, self._reach, self._impls, self._constants = call, reach, impls, constants
         self.own_trace: Any = None
         self._reads, self._attributes = reads, attributes
-        self.inputs, self.targets = inputs, list(targets)
+        self.inputs: int = inputs
+        self.targets: list[Any] = list(targets)
         self.record: Effects | None = None
         self.kept: list[int] = []
         self.adopted: list[tuple[Any, Any]] = []
-        self.has_read_more = False
+        self.has_read_more: bool = False
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Run the function on these leaves; return the arrays that it returned, then those that it wrote."""

@@ -34,7 +34,7 @@ class CheckedSession(Session):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trace = tracing.Recorder(self)  # all operations come to ``note``
+        self.trace: tracing.Recorder = tracing.Recorder(self)  # all operations come to ``note``
 
     def note(self, primitive: Any, inputs: Sequence[Any], params: dict[str, Any]) -> list[Any]:
         """Note one operation, and execute it."""

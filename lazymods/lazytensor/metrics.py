@@ -52,7 +52,8 @@ class EventCounts:
         self._other += count
 
 
-created, destroyed = EventCounts(), EventCounts()  # lazy tensors
+created: EventCounts = EventCounts()  # lazy tensors
+destroyed: EventCounts = EventCounts()
 
 
 def count(name: str) -> None:

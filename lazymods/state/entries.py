@@ -137,9 +137,9 @@ class Survey:
     def __init__(self, model: Any) -> None:
         check_is_model(model, to_write=True)
         self.model = model
-        self.nodes = _graph.nodes(model)
-        self.places = named_places(model)
-        self.hooked = [(path, node) for path, node in self.nodes if hooks_of(node)]
+        self.nodes: list[Any] = _graph.nodes(model)
+        self.places: dict[str, Place] = named_places(model)
+        self.hooked: list[Any] = [(path, node) for path, node in self.nodes if hooks_of(node)]
 
 
 def is_training_state(model: Any) -> bool:

@@ -60,9 +60,12 @@ class LoadPlan:
     """
 
     def __init__(self, survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: Any = None) -> None:
-        self.model, self.places = survey.model, survey.places
-        self.given, self.skip, self.dtype = given, skip, dtype
-        self.lazy = [(p, n) for p, n in reversed(survey.nodes) if _graph.is_lazy_node(n)]
+        self.model: Any = survey.model
+        self.places: dict[str, Place] = survey.places
+        self.given: Mapping[str, Any] = given
+        self.skip: bool = skip
+        self.dtype: Any = dtype
+        self.lazy: list[tuple[Any, Any]] = [(p, n) for p, n in reversed(survey.nodes) if _graph.is_lazy_node(n)]
         self.sized: list[tuple[Any, AbstractModule]] = []
         self.grown: list[tuple[Any, AbstractModule]] = []
         self.writes: dict[str, Write] = {}

@@ -144,7 +144,7 @@ def _public_name(value: Any, text: str) -> str:
     if last in ABSTRACT and origin is getattr(collections.abc, last):
         return last
     if getattr(nnx, last, None) is value:
-        return f"nnx.{last}"
+        return f"nnx.{last}[Any]" if getattr(value, "__parameters__", ()) else f"nnx.{last}"
     if getattr(flax.typing, last, None) is value:
         return last
     if getattr(filterlib, last, None) is value:

@@ -268,8 +268,8 @@ class Room:
     def __init__(self, path: Path) -> None:
         self.path = path
         while True:
-            self.token = _token()
-            self.folder = _named(path, self.token)
+            self.token: str = _token()
+            self.folder: Path = _named(path, self.token)
             os.mkdir(self.folder, 0o700)
             try:
                 self._lock = os.open(self.folder / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | _BINARY, 0o600)
@@ -277,7 +277,7 @@ class Room:
                 continue
             if _keep_lock(self.folder / _LOCK, self._lock):
                 break
-        self.new = new_in(path, self.token)
+        self.new: Path = new_in(path, self.token)
         self._old = self.folder / _OLD
 
     def put_in_place(self, check: Callable[[Path], None]) -> None:

@@ -65,7 +65,12 @@ class StoredTensor:
         source: Array | Callable[[], Array],
         begin: int = 0,
     ) -> None:
-        self.name, self.shape, self.dtype, self.file, self.source, self.begin = name, shape, dtype, file, source, begin
+        self.name: str = name
+        self.shape: Shape = shape
+        self.dtype: np.dtype[Any] = dtype
+        self.file: Path = file
+        self.source: Array | Callable[[], Array] = source
+        self.begin: int = begin
 
     def read(self) -> Array:
         """Return its values: a read-only view of the mapped file where the format allows it."""

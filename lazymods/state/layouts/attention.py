@@ -7,6 +7,7 @@ or ``query.weight`` and so on. PyTorch's ``add_zero_attn`` leaves no trace in a 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -53,8 +54,8 @@ _ONE_WIDTH = (
 class Attention(Rule):
     """``torch.nn.MultiheadAttention`` and ``nnx.MultiHeadAttention``."""
 
-    cannot = (_BIAS_KV,)
-    owns = frozenset(("query", "key", "value", "out"))
+    cannot: Sequence[Cannot] = (_BIAS_KV,)
+    owns: frozenset[str] = frozenset(("query", "key", "value", "out"))
 
     def read(self, site: Site, file: TorchFile) -> None:
         """Cut the fused projections in three, and give every projection its heads."""

@@ -7,6 +7,7 @@ between them; Flax has the input's only. Files without biases give zeros. The ac
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class Cell(Rule):
         candidate: Whether the last gate's bias of the hidden state is inside a product, where Flax has none.
     """
 
-    cannot = (_PROJECTED,)
+    cannot: Sequence[Cannot] = (_PROJECTED,)
 
     def __init__(
         self,
@@ -54,8 +55,12 @@ class Cell(Rule):
         gates: int,
         candidate: bool = False,
     ) -> None:
-        self.inputs, self.hidden, self.biases, self.gates, self.candidate = inputs, hidden, biases, gates, candidate
-        self.owns = frozenset(entry.partition(".")[0] for entry in (*inputs, *hidden, *biases))
+        self.inputs: tuple[str, ...] = inputs
+        self.hidden: tuple[str, ...] = hidden
+        self.biases: tuple[str, ...] = biases
+        self.gates: int = gates
+        self.candidate: bool = candidate
+        self.owns: frozenset[str] = frozenset(entry.partition(".")[0] for entry in (*inputs, *hidden, *biases))
 
     def read(self, site: Site, file: TorchFile) -> None:
         """Cut the gates apart, transpose the kernels, add the biases."""
@@ -138,7 +143,7 @@ def _zeros(weight: Part | None) -> Part | None:
 class Unrolled(Rule):
     """``nnx.RNN``: its cell reads layer 0 of PyTorch's."""
 
-    cannot = (_MORE_LAYERS, _PROJECTED)
+    cannot: Sequence[Cannot] = (_MORE_LAYERS, _PROJECTED)
 
     def inside(self, site: Site, key: Any, child: Any) -> Site:
         """Name a cell of PyTorch's by the layer; others are modules of their own."""
@@ -150,7 +155,7 @@ class Unrolled(Rule):
 class BothWays(Rule):
     """``nnx.Bidirectional``: the two ``nnx.RNN`` in it are one module in PyTorch."""
 
-    cannot = (_MORE_LAYERS, _PROJECTED)
+    cannot: Sequence[Cannot] = (_MORE_LAYERS, _PROJECTED)
 
     def inside(self, site: Site, key: Any, child: Any) -> Site:
         """Give both PyTorch's prefix, and the one that goes backward its suffix."""

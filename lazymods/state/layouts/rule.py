@@ -103,7 +103,10 @@ class Simple(Rule):
         counters: Sequence[str] = (),
         flattens: bool = False,
     ) -> None:
-        self.fields, self.cannot, self.counters, self.flattens = fields, cannot, counters, flattens
+        self.fields: tuple[Field, ...] = fields
+        self.cannot: Sequence[Cannot] = cannot
+        self.counters: Sequence[str] = counters
+        self.flattens: bool = flattens
 
     def read(self, site: Site, file: TorchFile) -> None:
         """Read every field that the file has."""

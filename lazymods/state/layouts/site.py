@@ -27,7 +27,9 @@ class Refusal(Exception):  # noqa: N818  a finding that becomes a Problem where 
 
     def __init__(self, got: str, needed: str, write: str) -> None:
         super().__init__(got, needed, write)
-        self.got, self.needed, self.write = got, needed, write
+        self.got: str = got
+        self.needed: str = needed
+        self.write: str = write
 
     def at(self, where: str) -> Problem:
         """Return it as the problem of a place."""
