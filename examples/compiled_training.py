@@ -33,7 +33,7 @@ def train_step(model: Net, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array)
 
 def main(epochs: int = 8) -> tuple[float, dict[str, float]]:
     x, y = load_digits(return_X_y=True)
-    x, y = np.asarray(x / 16, np.float32), np.asarray(y, np.int32)
+    x, y = jnp.asarray(x / 16, jnp.float32), jnp.asarray(y, jnp.int32)
     model = Net(rngs=nnx.Rngs(0))
     predict = lm.jit(model)  # the same object: it sees what training does to it
     predict(x[:64])  # sizes the layers

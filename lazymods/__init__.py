@@ -26,6 +26,7 @@ from lazymods.nn import *  # noqa: F403  the names of lazymods.nn are public her
 if TYPE_CHECKING:
     from lazymods import autograd as autograd
     from lazymods import lazytensor as lazytensor
+    from lazymods import nn as nn
     from lazymods._counts import metrics as metrics
     from lazymods._model.hooks import RemovableHandle as RemovableHandle
     from lazymods._model.hooks import register_forward_hook as register_forward_hook
@@ -54,11 +55,11 @@ if TYPE_CHECKING:
     from lazymods.compile.lowering import lower as lower
     from lazymods.compile.persistent import set_compilation_cache as set_compilation_cache
     from lazymods.state import LoadResult as LoadResult
-    from lazymods.state.load_state_dict import load_state_dict as load_state_dict
-    from lazymods.state.state_dict import state_dict as state_dict
     from lazymods.state.checkpoint import load as load
     from lazymods.state.layouts import export_torch as export_torch
+    from lazymods.state.load_state_dict import load_state_dict as load_state_dict
     from lazymods.state.orbax_saving import PendingSave as PendingSave
+    from lazymods.state.state_dict import state_dict as state_dict
     from lazymods.state.writing import save as save
 
 __version__ = "0.1.0"

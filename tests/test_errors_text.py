@@ -184,19 +184,19 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
              "model(x) or lm.materialize(model, x), first"),
     ),
     "constructor-positional": (
-        lambda: lm.LazyLinear(4, 5, rngs=nnx.Rngs(0)),
+        lambda: lm.LazyLinear(4, 5, rngs=nnx.Rngs(0)),  # pyright: ignore[reportCallIssue]
         lm.ConfigurationError,
         text("LazyLinear", "4, 5, rngs=Rngs (too many positional arguments)", OPTIONS,
              "LazyLinear(out_features, rngs=nnx.Rngs(0))"),
     ),
     "constructor-no-rngs": (
-        lambda: lm.LazyLinear(4),
+        lambda: lm.LazyLinear(4),  # pyright: ignore[reportCallIssue]
         lm.ConfigurationError,
         text("LazyLinear", "4 (missing a required argument: 'rngs')", OPTIONS,
              "LazyLinear(out_features, rngs=nnx.Rngs(0))"),
     ),
     "constructor-rngs": (
-        lambda: lm.LazyLinear(4, rngs=0),
+        lambda: lm.LazyLinear(4, rngs=0),  # pyright: ignore[reportArgumentType]
         lm.ConfigurationError,
         text("LazyLinear", "rngs=0", "an nnx.Rngs with one key a stream", "LazyLinear(..., rngs=nnx.Rngs(0))"),
     ),

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
         cls_to_become: type[M]
 
-        def __call__(self, **arguments: Any) -> M: ...
+        def __call__(self, **arguments: Any) -> M: ...  # noqa: N804  self is the class
 
 
 def lazy(cls: type[M], *, infer: Infer) -> LazyClass[M]:

@@ -141,7 +141,7 @@ def test_a_model_built_under_jit_keeps_no_array_of_another_trace() -> None:
 def test_parameters_are_uncommitted_and_strongly_typed() -> None:
     layer = lm.LazyLinear(4, rngs=nnx.Rngs(0))
     lm.materialize(layer, spec(2, 3))
-    for value in (layer.kernel.get_value(), layer.bias.get_value()):
+    for value in (layer.kernel.get_value(), layer.bias.get_value()):  # pyright: ignore[reportOptionalMemberAccess]
         assert not value.committed and not value.weak_type
 
 

@@ -23,7 +23,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "shape": lambda: recipe(out=5),
     "dtype": lambda: recipe(dtype="bfloat16"),
     "implementation": lambda: recipe(impl="rbg"),
-    "slot": lambda: lm.LazyLinear(4, rngs=nnx.Rngs(0)).bias.pending,
+    "slot": lambda: lm.LazyLinear(4, rngs=nnx.Rngs(0)).bias.pending,  # pyright: ignore[reportOptionalMemberAccess]
     "something-else": lambda: 3,
 }
 

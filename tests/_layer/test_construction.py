@@ -158,7 +158,7 @@ def test_which_attributes_are_data() -> None:
     layer, want = lm.LazyLinear(3, rngs=nnx.Rngs(0)), nnx.Linear(6, 3, rngs=nnx.Rngs(0))
     other = lm.LazyLinear(3, rngs=nnx.Rngs(0))
     assert _compat.data_names(layer)[_graph.STATE] is False
-    layer.extra = nnx.data(1)
+    layer.extra = nnx.data(1)  # pyright: ignore[reportAttributeAccessIssue]
     assert "extra" not in _compat.data_names(other)
     layer(X)
     other(X)

@@ -1,4 +1,5 @@
 """``lm.lazy`` when the constructor, ``infer``, the arguments or the input are not what they should be."""
+# pyright: reportCallIssue=false, reportArgumentType=false
 
 from collections.abc import Callable, Mapping
 from typing import Any

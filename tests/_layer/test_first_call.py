@@ -347,7 +347,7 @@ def test_a_thread_that_fails_does_not_take_back_the_others_work() -> None:
     started = threading.Event()
 
     class Slow(lm.LazyLinear):
-        def __call__(self, inputs: jax.Array) -> jax.Array:
+        def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
             y = super().__call__(inputs)
             if inputs.shape[0] == 1:
                 started.set()

@@ -96,7 +96,7 @@ class Half(lm.LazyModuleMixin, nnx.Module):
 class Shouting(lm.LazyLinear):
     """A subclass of a lazy layer with a forward and a method of its own."""
 
-    def __call__(self, inputs: jax.Array) -> jax.Array:
+    def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
         return 10 * super().__call__(inputs)
 
     def width(self) -> int:
@@ -117,7 +117,7 @@ class Quiet(lm.LazyLinear):
 
     def initialize_parameters(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_parameters(*args, **kwargs)
-        self.bias[...] = self.bias[...] + 1
+        self.bias[...] = self.bias[...] + 1  # pyright: ignore[reportOptionalSubscript]
 
 
 class NamesATarget(lm.LazyLinear):
@@ -257,7 +257,7 @@ def test_initialize_parameters_that_fails_half_way() -> None:
 def test_a_forward_that_fails_leaves_it_lazy() -> None:
     layer = scale()
     with pytest.raises(TypeError):
-        layer(array(2, 3), gain="loud")
+        layer(array(2, 3), gain="loud")  # pyright: ignore[reportArgumentType]
     assert type(layer) is LazyScale and layer.features == 0 and lm.uninitialized_paths(layer) == ["w"]
     layer(array(2, 5))
     assert_same_model(layer, want_scale(5))
@@ -278,10 +278,10 @@ def test_initialize_parameters_is_required() -> None:
 def test_unknown_attributes_stay_unknown() -> None:
     layer = lm.LazyLinear(4, rngs=nnx.Rngs(0))
     with pytest.raises(AttributeError, match="'LazyLinear' object has no attribute 'blah'"):
-        _ = layer.blah
+        _ = layer.blah  # pyright: ignore[reportAttributeAccessIssue]
     layer(array(2, 3))
     with pytest.raises(AttributeError, match="blah"):
-        _ = layer.blah
+        _ = layer.blah  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # ---------------------------------------------------------------- subclasses of the lazy layers
@@ -308,7 +308,7 @@ def test_a_subclass_may_change_what_is_initialized(first: Callable[[Any, Any], A
     first(layer, array(2, 3))
     assert type(layer) is Halved and not lm.is_lazy(layer)
     assert_same_bits(layer.kernel.get_value(), want.kernel.get_value() / 2)
-    assert_same_bits(layer.bias.get_value(), lm.state_dict(want)["bias"])
+    assert_same_bits(layer.bias.get_value(), lm.state_dict(want)["bias"])  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @pytest.mark.parametrize("first", FIRST_CALLS.values(), ids=FIRST_CALLS)
@@ -317,7 +317,7 @@ def test_initialize_parameters_need_not_return_anything(first: Callable[[Any, An
     first(layer, array(2, 3))
     assert type(layer) is Quiet and not lm.is_lazy(layer) and layer.in_features == 3
     assert_same_bits(layer.kernel.get_value(), want.kernel.get_value())
-    assert_same_bits(layer.bias.get_value(), jnp.ones(4))
+    assert_same_bits(layer.bias.get_value(), jnp.ones(4))  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_a_subclass_that_names_a_target_becomes_it() -> None:
@@ -342,7 +342,7 @@ def test_a_subclass_with_attributes_of_its_own() -> None:
             super().__init__(out_features, rngs=rngs)
             self.name, self.scale = name, nnx.Param(jnp.ones(out_features))
 
-        def __call__(self, inputs: jax.Array) -> jax.Array:
+        def __call__(self, inputs: jax.Array) -> jax.Array:  # pyright: ignore[reportIncompatibleMethodOverride]
             y = super().__call__(inputs)
             return y * along_rows(self.scale, y)
 

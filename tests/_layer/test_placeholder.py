@@ -215,7 +215,7 @@ def test_metadata_can_be_set_and_stays() -> None:
     layer(array(2, 3))
     assert type(layer.kernel) is nnx.Param
     assert layer.kernel.get_metadata()["trainable"] is False and layer.kernel.group == "slow"
-    assert "group" not in layer.bias.get_metadata()
+    assert "group" not in layer.bias.get_metadata()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_in_a_condition() -> None:

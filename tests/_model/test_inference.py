@@ -1,4 +1,5 @@
 """``infer_shapes`` and ``materialize`` on whole models: nothing runs, nothing but the parameters changes."""
+# pyright: reportOptionalMemberAccess=false
 
 import itertools
 import subprocess

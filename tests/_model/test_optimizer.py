@@ -1,4 +1,5 @@
 """LazyOptimizer: made before or after the sizes, it ends as Flax's own Optimizer, with the same state."""
+# pyright: reportOptionalMemberAccess=false
 
 import copy
 from collections.abc import Callable, Iterator

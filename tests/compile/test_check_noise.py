@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.core import Tracer
 
 import lazymods as lm
 from lazymods.compile.noise import Noise
@@ -66,7 +67,7 @@ def test_a_step_that_is_wrong_is_found_beside_such_a_bias() -> None:
     @lm.jit(check=True)
     def step(model: Net, optimizer: Any, x: jax.Array) -> None:
         grads = nnx.grad(lambda m: ((m(x) - x[:, :2]) ** 2).mean())(model)
-        if isinstance(model.first.kernel[...], jax.core.Tracer):  # as a fault of the compiler would
+        if isinstance(model.first.kernel[...], Tracer):  # as a fault of the compiler would
             traces.append(1)
             model.last.kernel[...] += 1e-3
         optimizer.update(model, grads)

@@ -114,7 +114,7 @@ def test_a_method_of_a_module_and_the_module_itself() -> None:
 
     net = Net()
     close(net(X), net.layer(X))
-    close(lm.jit(net)(X), net.layer(X))
+    close(lm.jit(net)(X), net.layer(X))  # pyright: ignore[reportCallIssue]
 
 
 # ---------------------------------------------------------------- what is written

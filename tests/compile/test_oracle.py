@@ -157,7 +157,7 @@ def test_any_changes_between_calls(closed: bool, changes: list[str], rows: int) 
         CHANGES[change](mine), CHANGES[change](plain)
         for _ in range(2):
             with jax.numpy_dtype_promotion("standard"):  # a float16 bias
-                got = compiled(x) if closed else compiled(mine, x)
+                got = compiled(x) if closed else compiled(mine, x)  # pyright: ignore[reportCallIssue]
                 want = step(plain, x)
             check_same(got, want)
         check_same(nnx.state(mine), nnx.state(plain))

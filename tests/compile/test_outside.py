@@ -406,7 +406,7 @@ def test_a_coroutine_is_refused() -> None:
         return x * 2
 
     with pytest.raises(lm.LazyError, match="a coroutine"):
-        lm.jit(f)(X)
+        lm.jit(f)(X)  # pyright: ignore[reportUnusedCoroutine]
 
 
 def test_a_weak_reference_to_a_copy_is_refused_and_to_what_stays_is_stored() -> None:

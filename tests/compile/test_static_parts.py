@@ -127,11 +127,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 def test_a_change_inside_a_static_attribute_is_seen(change: Any, held: bool) -> None:
     model, plain = Model(), Model()
     compiled = lm.jit(lambda x: model(x)) if held else lm.jit(lambda m, x: m(x))
-    call = compiled if held else lambda x: compiled(model, x)
+    call = compiled if held else lambda x: compiled(model, x)  # pyright: ignore[reportCallIssue]
     for step in (lambda m: None, change):
         step(model), step(plain)
         for _ in range(3):
-            np.testing.assert_allclose(call(X), plain(X), rtol=1e-6)
+            np.testing.assert_allclose(call(X), plain(X), rtol=1e-6)  # pyright: ignore[reportCallIssue]
 
 
 def test_an_equal_dict_in_place_of_another_is_the_one_that_is_watched() -> None:

@@ -45,7 +45,7 @@ def test_dtype_set_on_one_parameter(change: Callable[[Any], None]) -> None:
     layer(array(2, 3))
     assert_same_bits(layer.kernel[...], want.kernel[...].astype(jnp.float16))
     assert want.bias is not None
-    assert_same_bits(layer.bias[...], want.bias[...])
+    assert_same_bits(layer.bias[...], want.bias[...])  # pyright: ignore[reportOptionalSubscript]
 
 
 # ---------------------------------------------------------------- modes and attributes

@@ -130,8 +130,8 @@ def test_copy_keeps_what_was_changed_before(make_copy: Copy) -> None:
     layer = lm.LazyBatchNorm(dtype=jnp.float32, rngs=nnx.Rngs(0))
     layer.eval()
     layer.momentum = 0.5
-    layer.scale.dtype = "float16"
-    layer.bias.set_metadata(frozen=True)
+    layer.scale.dtype = "float16"  # pyright: ignore[reportOptionalMemberAccess]
+    layer.bias.set_metadata(frozen=True)  # pyright: ignore[reportOptionalMemberAccess]
     twin = make_copy(layer)
     assert (twin.use_running_average, twin.momentum) == (True, 0.5)
     lm.materialize(twin, spec(2, 3))

@@ -1,4 +1,5 @@
 """First calls of other kinds: by keyword, by another method, with caches, masks and named axes, in views, on a mesh."""
+# pyright: reportAttributeAccessIssue=false
 
 import inspect
 from collections.abc import Callable

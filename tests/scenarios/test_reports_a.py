@@ -158,7 +158,7 @@ def test_report_a18_a_value_written_under_weight_norm_is_used(when: str) -> None
     model = lm.LazyWeightNorm(lm.LazyLinear(4, use_bias=False, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
     if when == "after":
         lm.materialize(model, x)
-    model.layer_instance.kernel[...] = kernel
+    model.layer_instance.kernel[...] = kernel  # pyright: ignore[reportAttributeAccessIssue]
     got = model(x)
     unit = kernel / jnp.linalg.norm(kernel, axis=0, keepdims=True)
     assert jnp.allclose(got, x @ unit, rtol=1e-5, atol=1e-6)

@@ -1,4 +1,5 @@
 """Rows and reports that the PyTorch layouts and the files answer."""
+# pyright: reportAttributeAccessIssue=false, reportOptionalSubscript=false
 
 from pathlib import Path
 from typing import Any

@@ -177,7 +177,7 @@ def test_a_post_hook_may_make_a_load_fail_and_nothing_stays(lazy: bool) -> None:
     else:
         assert layer.kernel.get_value() is kernel
     lm.load_state_dict(layer, good)
-    assert_same_bits(layer.bias.get_value(), jnp.ones(4))
+    assert_same_bits(layer.bias.get_value(), jnp.ones(4))  # pyright: ignore[reportOptionalMemberAccess]
 
 
 REGISTER: dict[str, Callable[..., Any]] = {

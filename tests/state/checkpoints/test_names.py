@@ -1,4 +1,5 @@
 """From the file's names to the model's: ``rename``, and what needs none."""
+# pyright: reportIndexIssue=false
 
 from pathlib import Path
 from typing import Any

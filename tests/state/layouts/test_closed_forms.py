@@ -1,4 +1,5 @@
 """Every layout against formulas written out in numpy, without PyTorch."""
+# pyright: reportArgumentType=false
 
 import jax.numpy as jnp
 import numpy as np
