@@ -61,6 +61,9 @@ if TYPE_CHECKING:
 
         def __call__(self, **arguments: Any) -> M: ...  # noqa: N804  self is the class
 
+else:
+    LazyClass = type
+
 
 def lazy(cls: type[M], *, infer: Infer) -> LazyClass[M]:
     """Make a lazy twin of an nnx.Module class.
