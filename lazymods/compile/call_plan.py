@@ -45,9 +45,12 @@ class CallPlan:
             writes = {leaf_of[target]: out.number for target, out in self._record.writes if target in leaf_of}
             self._launch = Launcher(self.program, call.inputs + len(leaf_of), call.inputs, writes)
         order = [*range(call.inputs), *(call.places[call.inputs + program.at[t]] for t in program.takes)]
-        self.order: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None if order == list(range(call.count)) else operator.itemgetter(*order, 0, 0)
+        self.order: Callable[[Sequence[Any]], tuple[Any, ...]] | None = None
+        if order != list(range(call.count)):
+            self.order = operator.itemgetter(*order, 0, 0)
         where = {place: number for number, place in enumerate(order)}
-        self.impls: list[tuple[int, Any]] = [(where[call.places[n]], impl) for n, impl in call.impls.items() if call.places[n] in where]
+        impls = [(where[call.places[n]], impl) for n, impl in call.impls.items() if call.places[n] in where]
+        self.impls: list[tuple[int, Any]] = impls
         self._moves = self.order is not None or bool(self.impls)
         self._writers: dict[int, Any] = {}
 

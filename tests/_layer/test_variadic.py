@@ -220,4 +220,4 @@ def test_infer_sees_what_was_given_and_no_default_that_the_class_may_not_have() 
 
 def test_sizes_by_position_are_refused_with_the_line_that_names_them() -> None:
     with pytest.raises(lm.ConfigurationError, match=r"arguments as in LazyHidden\(din=\.\.\., hidden=\.\.\.,"):
-        LazyHidden(8, 3, rngs=nnx.Rngs(0))
+        LazyHidden(8, 3, rngs=nnx.Rngs(0))  # pyright: ignore[reportCallIssue]
