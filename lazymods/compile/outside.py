@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import gc
 import itertools
 import operator
@@ -18,7 +19,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from jax.core import Tracer
+from jax.core import Trace, Tracer
 
 from lazymods._errors import LazyError, Problem
 from lazymods._objects.reached import is_library
@@ -29,6 +30,8 @@ from lazymods._snapshot import refill
 
 _CONTAINERS = (TokenKind.LIST, TokenKind.DICT, TokenKind.SET, TokenKind.QUEUE, TokenKind.OBJECT)
 _MAX_PARTS = 10_000  # that are looked into, of a list as well; a leak beyond them is refused too, and stays there
+_CACHE = type(functools.lru_cache(len))
+_NEAR = 8  # steps from a tracer to the cache that holds it
 
 
 class _Holder(NamedTuple):
@@ -158,12 +161,14 @@ def _progress(iterator: Any, depth: int = 0) -> Any:
 # ---------------------------------------------------------------- leaks
 
 
-def refuse_leaks(trace: Callable[[], Any], name: str) -> None:
+def refuse_leaks(trace: Callable[[], Any], name: str, program: Any) -> None:
     """Refuse a function that has stored an array of its trace anywhere: then it lives, and so does the trace.
 
     Args:
         trace: A weak reference to the trace.
         name: What errors call the function.
+        program: What the trace gave. Its equations may hold functions, such as those of ``jax.custom_vjp``, and so what
+            these close over.
 
     Raises:
         LazyError: If that is so.
@@ -174,11 +179,53 @@ def refuse_leaks(trace: Callable[[], Any], name: str) -> None:
         _collect(generation)
     live = trace()
     held = [] if live is None else [thing for thing in gc.get_referrers(live) if isinstance(thing, Tracer)]
+    if held:
+        inside = _reached_by((program, *_caches_of_jax(held)))
+        holders = [h for h in gc.get_referrers(*held) if not isinstance(h, (types.FrameType, Tracer))]
+        asked = [h for h in holders if type(h) in (list, tuple) and [*map(id, h)] == [*map(id, held)]]  # this question
+        if all(id(thing) in inside for thing in (*held, *holders) if not any(thing is one for one in asked)):
+            return
     if held:  # what flax has made in the trace knows it too, and may stay
         found: dict[str, None] = {}
         for tracer in held:
             found.update(dict.fromkeys(_places_of(tracer, held)))
         raise _stores(f"{name}: {', '.join([*found][:4]) or 'a place that Python does not tell'}")
+
+
+def _caches_of_jax(held: list[Any]) -> list[Any]:
+    """Return the caches of JAX's own functions that hold some tracers, as that of ``jax.closure_convert`` does."""
+    found: list[Any] = []
+    level: list[Any] = held
+    for _ in range(_NEAR):
+        above = gc.get_referrers(*level)
+        found += [thing for thing in above if _is_cache_of_jax(thing)]
+        frames = (types.FrameType, types.ModuleType, type)
+        level = [thing for thing in above if thing is not level and not isinstance(thing, frames)][:_MAX_PARTS]
+        if not level:
+            break
+    return found
+
+
+def _is_cache_of_jax(thing: Any) -> bool:
+    if isinstance(thing, _CACHE):
+        return thing.__module__.startswith("jax.")
+    return type(thing).__module__.startswith("jaxlib.") and type(thing).__name__.endswith("Cache")
+
+
+def _reached_by(roots: tuple[Any, ...]) -> set[int]:
+    """Return the identities of all that is reached from some objects, but not by globals, classes or traces."""
+    seen: set[int] = set()
+    waiting: list[Any] = [*roots]
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen or isinstance(thing, (type, Trace, types.ModuleType, types.FrameType, types.CodeType)):
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, types.FunctionType):
+            waiting += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing)]
+        else:
+            waiting += gc.get_referents(thing)
+    return seen
 
 
 def _collect(generation: int) -> None:
