@@ -48,9 +48,13 @@ class Cache:
             self._order.move_to_end(thing)
 
     def put(self, key: Hashable, thing: Any) -> None:
-        """Keep something, and drop what was not used for longest."""
+        """Keep something in place of what had its key, and drop what was not used for longest."""
+        before = self._things.get(key)
         self._things[key] = thing
         self._order[thing] = key
+        if before is not None and before is not thing:
+            self._order.pop(before, None)
+            self._note(before)
         self.trim()
 
     def trim(self) -> None:
@@ -58,9 +62,12 @@ class Cache:
         while len(self._order) > Cache.size:
             thing, key = self._order.popitem(last=False)
             del self._things[key]
-            note = self._dropped()
-            if note is not None:
-                note(thing)
+            self._note(thing)
+
+    def _note(self, thing: Any) -> None:
+        note = self._dropped()
+        if note is not None:
+            note(thing)
 
     def info(self) -> CacheInfo:
         """Return how full the cache is."""

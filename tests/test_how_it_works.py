@@ -73,6 +73,8 @@ def defined(file: Path) -> frozenset[str]:
             if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
                 found |= {prefix + child.name}
                 found |= inside(child, f"{prefix}{child.name}.") if isinstance(child, ast.ClassDef) else set()
+            elif isinstance(child, ast.If):  # what type checkers are not to see
+                found |= inside(child, prefix)
         return found
 
     return frozenset(inside(ast.parse(file.read_text()), ""))

@@ -34,7 +34,7 @@ def linear(seed: int = 0) -> Any:
 
 
 def launcher(call: Any) -> Any:
-    return call._hot.plan._launch
+    return call._fast.plan._launch
 
 
 def forbid(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ def ready(model, x):
     call = lm.jit(model)
     for _ in range(4):
         call(x)
-    assert call._hot.plan._launch._ready is not None
+    assert call._fast.plan._launch._ready is not None
     return call
 
 model = linear()
@@ -98,7 +98,7 @@ for sharding in (rows, devices[1]):
     run, eager = lm.jit(step), nnx.jit(step)
     for value in [jax.device_put(x, sharding)] * 6:
         np.testing.assert_allclose(run(*mine, value), eager(*other, value), rtol=1e-5)
-    assert run._hot.plan._launch._ready is not None
+    assert run._fast.plan._launch._ready is not None
     if sharding is not rows:  # jax.jit moves what is not committed
         np.testing.assert_allclose(run(*mine, x), eager(*other, x), rtol=1e-5)
 print("done")

@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 import lazymods as lm
+from lazymods._program_cache import Cache
 
 X = jnp.ones((2, 3))
 
@@ -57,6 +58,27 @@ def test_a_model_with_a_cycle_is_collected() -> None:
     del model
     gc.collect()
     assert gone() is None
+
+
+def test_what_is_put_under_a_key_again_replaces_what_was_there() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.dropped: list[str] = []
+
+        def drop(self, thing: str) -> None:
+            self.dropped.append(thing)
+
+    owner = Owner()
+    cache = Cache(owner.drop)
+    cache.put("key", "first")
+    cache.put("key", "second")
+    assert cache.get("key") == "second" and cache.info().currsize == 1 and owner.dropped == ["first"]
+    previous = lm.set_cache_size(1)
+    try:
+        cache.put("another", "third")
+        assert owner.dropped == ["first", "second"] and cache.get("key") is None
+    finally:
+        lm.set_cache_size(previous)
 
 
 def test_a_smaller_bound_applies_at_once() -> None:
