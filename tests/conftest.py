@@ -17,7 +17,7 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-SAMPLE = 6  # cases of a table
+SAMPLE = 4  # cases of a table
 QUICK = 3  # tests of a file
 
 

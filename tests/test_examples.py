@@ -58,6 +58,7 @@ def test_conv_net(capsys: pytest.CaptureFixture[str]):
     assert "num_features=16" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_lazy_tensors(capsys: pytest.CaptureFixture[str]):
     branches, accuracy = load("lazy_tensors").main()
     assert branches == [1.0, 3.0]
@@ -111,6 +112,7 @@ def test_sentence_embeddings(capsys: pytest.CaptureFixture[str]):
     assert "<All keys matched successfully>" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compiled_training(capsys: pytest.CaptureFixture[str]):
     accuracy, counts = load("compiled_training").main()
     assert accuracy > 0.9

@@ -118,6 +118,7 @@ def test_where_the_last_axis_is_short(name: str) -> None:
 STEADY = [jnp.sqrt, jnp.square, lambda x: x**3, lambda x: 0.3 * x, lambda x: x / 0.7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(STEADY)))
 def test_single_operations_come_out_the_same_at_every_shape(index: int) -> None:
     def drawn(key: Any, shape: Any, dtype: Any) -> Any:
@@ -137,6 +138,7 @@ def test_at_the_borders_of_blocks(name: str) -> None:
     assert_equal(FAMILY[name][0], EDGES, jnp.dtype("float32"))
 
 
+@pytest.mark.slow
 def test_initializers_and_keys_are_mixed_in_one_go() -> None:
     inits = [FAMILY[n][0] for n in ("lecun_normal", "glorot_uniform", "zeros", "normal", "he_normal")]
     shapes = [(300, 200), (7, 8), (11, 9), (257, 256), (64, 1000)]

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from helpers import array, assert_same_bits, assert_same_model, spec
 from hypothesis import HealthCheck, given, settings
@@ -248,6 +249,7 @@ def leaves(part: Part, model: Any) -> list[tuple[Part, Any]]:
 # ---------------------------------------------------------------- the laws
 
 
+@pytest.mark.slow
 @few
 @given(models)
 def test_first_call_equals_explicit(part: Part) -> None:
@@ -258,6 +260,7 @@ def test_first_call_equals_explicit(part: Part) -> None:
         assert_same_model(lazy, want)
 
 
+@pytest.mark.slow
 @few
 @given(models)
 def test_infer_shapes_then_materialize_equals_explicit(part: Part) -> None:
@@ -272,6 +275,7 @@ def test_infer_shapes_then_materialize_equals_explicit(part: Part) -> None:
     assert_same_bits(lazy(array(*part.shape)), want(array(*part.shape)))
 
 
+@pytest.mark.slow
 @few
 @given(models)
 def test_load_equals_explicit(part: Part) -> None:
@@ -326,6 +330,7 @@ def by_partial_load(lazy: Any, want: Any, part: Part, data: st.DataObject) -> No
 WAYS = {"call": by_call, "spec": by_spec, "load": by_load, "partial load": by_partial_load}
 
 
+@pytest.mark.slow
 @few
 @given(models, st.data())
 def test_layers_sized_in_any_order_and_way_equal_explicit(part: Part, data: st.DataObject) -> None:

@@ -31,6 +31,7 @@ def test_names_are_read_from_the_source() -> None:
     assert not {".shape", ".dtype", ".append", ".get_value"} & set(source)
 
 
+@pytest.mark.slow
 def test_with_all_names_there_is_no_warning() -> None:
     assert outcomes("none of them") == {"nothing": dict.fromkeys((*taking_away.ESSENTIAL, *taking_away.OTHERS), "ok")}
 
@@ -48,6 +49,7 @@ def test_without_a_name_all_but_its_feature_works() -> None:
     assert lost == set()  # nnx.jit takes its place
 
 
+@pytest.mark.slow
 def test_what_has_no_public_way_says_name_and_versions() -> None:
     found = outcomes("jax._src.literals.TypedNdArray")["jax._src.literals.TypedNdArray"]
     assert found["lazy tensors"] == "refused"

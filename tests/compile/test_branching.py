@@ -57,6 +57,7 @@ def test_models_that_decide_are_as_in_plain_python(closed: bool) -> None:
     assert_close(states(loop(lm.jit)), states(loop(lambda f: f)))
 
 
+@pytest.mark.slow
 def test_a_train_step_that_skips_what_is_not_finite() -> None:
     def step(net: Net, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
         loss, grads = nnx.value_and_grad(lambda net: (net(x) ** 2).mean())(net)

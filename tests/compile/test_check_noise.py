@@ -45,6 +45,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_steps_that_divide_by_the_size_of_rounding_are_right(make: Callable[[], Any]) -> None:
     @lm.jit(check=True)
@@ -61,6 +62,7 @@ def test_steps_that_divide_by_the_size_of_rounding_are_right(make: Callable[[], 
         assert int(optimizer.step[...]) == 3
 
 
+@pytest.mark.slow
 def test_a_step_that_is_wrong_is_found_beside_such_a_bias() -> None:
     traces: list[int] = []
 

@@ -107,6 +107,7 @@ OUTER: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", OUTER.values(), ids=OUTER)
 @pytest.mark.parametrize("f", [always, without_values], ids=["always", "without values"])
 def test_an_outer_function_goes_on_with_the_value(f: Callable[..., Any], outer: Callable[..., Any]) -> None:

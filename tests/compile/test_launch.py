@@ -412,6 +412,7 @@ VALUES = [
 ]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), min_size=3, max_size=25), st.booleans())
 def test_any_order_of_writes_and_calls(does: list[tuple[int, int]], donate: bool) -> None:

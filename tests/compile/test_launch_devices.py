@@ -105,6 +105,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_several_devices_and_layouts() -> None:
     env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run([sys.executable, "-c", DEVICES], capture_output=True, text=True, env=env, check=False)

@@ -97,6 +97,7 @@ def _as_users_have_it() -> Iterator[None]:
         jax.config.update(name, value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_as_users_have_it")
 @pytest.mark.parametrize("start", range(0, len(SEEDS), _TOGETHER))
 def test_random_programs_do_what_plain_python_does(start: int) -> None:

@@ -140,6 +140,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_values_are_where_they_would_be() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "JAX_PLATFORMS": "cpu"}
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"

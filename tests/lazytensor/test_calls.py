@@ -192,6 +192,7 @@ def test_types_of_operands():
             np.testing.assert_array_equal(g[0], x + y)
 
 
+@pytest.mark.slow
 def test_functions_that_are_defined_anew():
     with lt.lazy():
         got = []

@@ -304,6 +304,7 @@ def test_no_array_and_no_module_stays():
     assert [a() for a in alive] == [None] * 4
 
 
+@pytest.mark.slow
 def test_memory_stays_flat():
     def step(i, w):
         with lt.lazy():

@@ -150,6 +150,7 @@ def train() -> tuple[list[float], Net]:
     return losses, net
 
 
+@pytest.mark.slow
 def test_training_goes_through() -> None:
     with jax.numpy_dtype_promotion("standard"):  # optax counts in integers
         want, plain = train()

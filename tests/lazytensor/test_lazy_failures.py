@@ -216,6 +216,7 @@ def test_a_product_that_the_device_cannot_do_fails_at_the_operation(product):
                 product(HALF * 1)
 
 
+@pytest.mark.slow
 def test_what_is_done_instead_is_done_in_a_block_too():
     query = jax.random.normal(jax.random.key(0), (1, 4, 2, 3), jnp.float16)
 

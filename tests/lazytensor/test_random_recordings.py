@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,6 +102,7 @@ class Machine:
         return contextlib.suppress(jax.errors.JaxRuntimeError) if broken else contextlib.nullcontext()
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(STEP, max_size=25))
 def test_what_remains_has_the_right_value(steps: list[Any]) -> None:

@@ -2,11 +2,13 @@
 
 from pathlib import Path
 
+import pytest
 from fuzz.random_states import fault
 
 STATES = 150
 
 
+@pytest.mark.slow
 def test_states_come_back_or_are_refused_by_name(tmp_path: Path) -> None:
     outcomes = [fault(1, number, tmp_path) for number in range(STATES)]
     assert [f"state {i}: {told}" for i, (told, _) in enumerate(outcomes) if told] == []
