@@ -1,8 +1,9 @@
 """Strict settings for every test: no silent promotion of ranks or dtypes; warnings are errors (pyproject).
 
 A plain run takes a sample of the cases of each large table, another one on each minor version of Python. The others
-are marked ``exhaustive``: ``python -m pytest -m ""`` takes all, and so does CI. A table of which some cases are asked
-for by name is taken as it is. ``-m quick`` takes the first case of the first tests of each file.
+are marked ``exhaustive``. CI takes a larger sample; what is left out there too is marked ``rare`` as well, and
+``python -m pytest -m ""`` takes all. A table of which some cases are asked for by name is taken as it is. ``-m quick``
+takes the first case of the first tests of each file.
 """
 
 import collections
@@ -18,6 +19,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 SAMPLE = 4  # cases of a table
+IN_CI = 20
 QUICK = 3  # tests of a file
 
 
@@ -32,7 +34,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if of_file[file] < QUICK and cases[0].get_closest_marker("slow") is None:
             of_file[file] += 1
             cases[0].add_marker("quick")
-        step = -(-len(cases) // SAMPLE)
+        plain, in_ci = sample(len(cases), SAMPLE), sample(len(cases), IN_CI)
         for i, case in enumerate(cases):
-            if i % step != sys.version_info.minor % step:
+            if i not in plain:
                 case.add_marker("exhaustive")
+                if i not in in_ci:
+                    case.add_marker("rare")
+
+
+def sample(count: int, most: int) -> range:
+    """Return at most so many numbers below a count, spread evenly."""
+    step = -(-count // most)
+    return range(sys.version_info.minor % step, count, step)

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 DEVICES = """
 import jax, jax.numpy as jnp, numpy as np, optax, lazymods as lm
 from flax import nnx
