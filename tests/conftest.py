@@ -18,7 +18,7 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-SAMPLE = 4  # cases of a table
+SAMPLE = 3  # cases of a table
 IN_CI = 20
 QUICK = 3  # tests of a file
 
