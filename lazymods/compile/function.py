@@ -356,7 +356,7 @@ class JitFunction(Staged, Generic[P, R]):
         whole = self._bind(arguments, whole=True) if call.captured.has_objects else call
         body = self._body(arguments, whole)
         program = compile_body(body, whole.leaves, donate=self._donate and call.executing)
-        refuse_leaks(body.own_trace, self.name, program.tape)
+        refuse_leaks(body.own_trace, self.name, program.tape, body)
         check_constants(self.name, program.tape.constants, whole.constants)
         if whole is not call or call.lazy:
             call = self._bind(arguments)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from jax.core import Trace, Tracer
 
 from lazymods._errors import LazyError, Problem
-from lazymods._objects.reached import is_library
+from lazymods._objects.reached import all_within, is_library
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import contents_of, held_by
 from lazymods._refusals import used_up
@@ -30,6 +30,8 @@ from lazymods._snapshot import refill
 
 _CONTAINERS = (TokenKind.LIST, TokenKind.DICT, TokenKind.SET, TokenKind.QUEUE, TokenKind.OBJECT)
 _MAX_PARTS = 10_000  # that are looked into, of a list as well; a leak beyond them is refused too, and stays there
+# a tracer is no part of these
+_SKIPPED = (type, Trace, types.ModuleType, types.FrameType, types.CodeType)
 _CACHE = type(functools.lru_cache(len))
 _NEAR = 8  # steps from a tracer to the cache that holds it
 
@@ -161,7 +163,7 @@ def _progress(iterator: Any, depth: int = 0) -> Any:
 # ---------------------------------------------------------------- leaks
 
 
-def refuse_leaks(trace: Callable[[], Any], name: str, program: Any) -> None:
+def refuse_leaks(trace: Callable[[], Any], name: str, program: Any, given: Any) -> None:
     """Refuse a function that has stored an array of its trace anywhere: then it lives, and so does the trace.
 
     Args:
@@ -169,6 +171,7 @@ def refuse_leaks(trace: Callable[[], Any], name: str, program: Any) -> None:
         name: What errors call the function.
         program: What the trace gave. Its equations may hold functions, such as those of ``jax.custom_vjp``, and so what
             these close over.
+        given: What was traced: the function, and what it reaches.
 
     Raises:
         LazyError: If that is so.
@@ -179,17 +182,22 @@ def refuse_leaks(trace: Callable[[], Any], name: str, program: Any) -> None:
         _collect(generation)
     live = trace()
     held = [] if live is None else [thing for thing in gc.get_referrers(live) if isinstance(thing, Tracer)]
-    if held:
-        inside = _reached_by((program, *_caches_of_jax(held)))
-        holders = [h for h in gc.get_referrers(*held) if not isinstance(h, (types.FrameType, Tracer))]
-        asked = [h for h in holders if type(h) in (list, tuple) and [*map(id, h)] == [*map(id, held)]]  # this question
-        if all(id(thing) in inside for thing in (*held, *holders) if not any(thing is one for one in asked)):
-            return
-    if held:  # what flax has made in the trace knows it too, and may stay
+    if held and not _are_of_program(held, program, given):  # what flax has made in the trace knows it too, and may stay
         found: dict[str, None] = {}
         for tracer in held:
             found.update(dict.fromkeys(_places_of(tracer, held)))
         raise _stores(f"{name}: {', '.join([*found][:4]) or 'a place that Python does not tell'}")
+
+
+def _are_of_program(held: list[Any], program: Any, given: Any) -> bool:
+    """Whether tracers are only in what a program or JAX keeps of the trace, and in nothing that was there before it."""
+    inside = set(map(id, all_within((program, *_caches_of_jax(held)), _SKIPPED)))
+    holders = [h for h in gc.get_referrers(*held) if not isinstance(h, (types.FrameType, Tracer))]
+    asked = [h for h in holders if type(h) in (list, tuple) and [*map(id, h)] == [*map(id, held)]]  # this question
+    if not all(id(thing) in inside for thing in (*held, *holders) if not any(thing is one for one in asked)):
+        return False
+    theirs = set(map(id, all_within((given,), _SKIPPED)))
+    return not any(id(tracer) in theirs for tracer in held)
 
 
 def _caches_of_jax(held: list[Any]) -> list[Any]:
@@ -199,8 +207,7 @@ def _caches_of_jax(held: list[Any]) -> list[Any]:
     for _ in range(_NEAR):
         above = gc.get_referrers(*level)
         found += [thing for thing in above if _is_cache_of_jax(thing)]
-        frames = (types.FrameType, types.ModuleType, type)
-        level = [thing for thing in above if thing is not level and not isinstance(thing, frames)][:_MAX_PARTS]
+        level = [thing for thing in above if thing is not level and not isinstance(thing, _SKIPPED)][:_MAX_PARTS]
         if not level:
             break
     return found
@@ -210,22 +217,6 @@ def _is_cache_of_jax(thing: Any) -> bool:
     if isinstance(thing, _CACHE):
         return thing.__module__.startswith("jax.")
     return type(thing).__module__.startswith("jaxlib.") and type(thing).__name__.endswith("Cache")
-
-
-def _reached_by(roots: tuple[Any, ...]) -> set[int]:
-    """Return the identities of all that is reached from some objects, but not by globals, classes or traces."""
-    seen: set[int] = set()
-    waiting: list[Any] = [*roots]
-    while waiting:
-        thing = waiting.pop()
-        if id(thing) in seen or isinstance(thing, (type, Trace, types.ModuleType, types.FrameType, types.CodeType)):
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, types.FunctionType):
-            waiting += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing)]
-        else:
-            waiting += gc.get_referents(thing)
-    return seen
 
 
 def _collect(generation: int) -> None:

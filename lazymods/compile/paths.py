@@ -181,7 +181,7 @@ class Paths:
         results, rest = recording.run(self._body, self._check)
         trail, last, trace = recording.trail, recording.end, recording.weak_trace()
         del recording
-        refuse_leaks(trace, self._name, (trail, last))
+        refuse_leaks(trace, self._name, (trail, last), self._body)
         with self._lock:
             for segment, _, key in reversed(trail[known:]):
                 segment.branches[key] = last

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import gc
 import types
 from collections.abc import AsyncIterator, Awaitable, Iterator
@@ -11,6 +10,7 @@ from typing import Any
 from jax.core import Tracer
 
 from lazymods._errors import LazyError, Problem
+from lazymods._objects.reached import all_within
 
 _SKIPPED = (types.ModuleType, types.CodeType, type)  # a tracer is no part of these
 
@@ -49,17 +49,4 @@ def holds_tracer(value: Any) -> bool:
 
     All of it is looked at, the nearest first; what the garbage collector does not track holds nothing.
     """
-    seen: set[int] = set()
-    waiting = collections.deque([value])
-    while waiting:
-        thing = waiting.popleft()
-        if isinstance(thing, Tracer):
-            return True
-        if id(thing) in seen or isinstance(thing, _SKIPPED) or not gc.is_tracked(thing):
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, types.FunctionType):  # and not its globals, where everything is
-            waiting += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing)]
-        else:
-            waiting += gc.get_referents(thing)
-    return False
+    return any(isinstance(thing, Tracer) for thing in all_within((value,), _SKIPPED))

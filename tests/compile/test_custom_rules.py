@@ -83,15 +83,45 @@ def test_its_derivative_is_taken_inside(rule: str) -> None:
     np.testing.assert_allclose(lm.jit(slope)(Net(rule), X), slope(Net(rule), X), rtol=1e-4, atol=1e-5)
 
 
+class Store:
+    pass
+
+
+def in_a_list() -> Callable[[Any], None]:
+    kept: list[Any] = []
+    return kept.append
+
+
+def in_an_attribute_of_a_function() -> Callable[[Any], None]:
+    def keep(value: Any) -> None:
+        keep.kept = value  # pyright: ignore[reportFunctionMemberAccess]
+
+    return keep
+
+
+def in_a_cell() -> Callable[[Any], None]:
+    kept = None
+
+    def keep(value: Any) -> None:
+        nonlocal kept
+        kept = value
+
+    return keep
+
+
+LEAKS = [in_a_list, in_an_attribute_of_a_function, in_a_cell, lambda: lambda value: setattr(Store, "kept", value)]
+
+
 @pytest.mark.parametrize("rule", ["with_vjp", "with_jvp", "with_gradient"])
-def test_a_leak_beside_it_is_refused(rule: str) -> None:
-    class Store:
-        pass
+@pytest.mark.parametrize("leak", LEAKS)
+@pytest.mark.parametrize("decides", [False, True])
+def test_a_leak_beside_it_is_refused(rule: str, leak: Callable[[], Callable[[Any], None]], decides: bool) -> None:
+    keep = leak()
 
-    def forward(model: Net, x: Any, keep: Callable[[Any], None]) -> Any:
+    def stored(model: Net, x: Any) -> Any:
         keep(model.fc.kernel.get_raw_value())  # a tracer that the equations hold as well
-        return model(x)
+        out = RULES[rule](lambda v: (keep, model.fc(v))[1], x)  # and so does the function in them, with what keeps it
+        return out if not decides or out.sum() > -1e9 else -out
 
-    compiled = lm.jit(lambda model, x: forward(model, x, lambda value: setattr(Store, "kept", value)))
     with pytest.raises(lm.LazyError, match="stores an array"):
-        compiled(Net(rule), X)
+        lm.jit(stored)(Net(rule), X)
