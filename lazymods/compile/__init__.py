@@ -10,6 +10,6 @@ it together, and ``decorator`` is ``lm.jit`` itself. What a function can reach i
 
 Beside the way of a call: ``checking`` and ``shadow`` compare it with plain Python; ``stages``, ``lowering``, ``dot``
 and ``export`` show and store programs, and ``persistent`` keeps them on disk; ``explain`` tells what was traced;
-``refusals``, ``statics``, ``constants`` and ``outside`` refuse what no program can do; ``clones`` are those of
+``statics``, ``constants`` and ``outside`` refuse what no program can do; ``clones`` are those of
 ``nnx.cached_partial``; ``plain`` stands in where jax or flax lacks a private name.
 """

@@ -159,7 +159,7 @@ class FastPath:
         return values
 
 
-def hot_call(
+def fast_path_of(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     arguments: Arguments,

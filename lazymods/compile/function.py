@@ -42,7 +42,7 @@ from lazymods.compile.arguments import Arguments, Splitter
 from lazymods.compile.before import all_or_nothing
 from lazymods.compile.binding import Binding, kind_of_input
 from lazymods.compile.branching import BranchingProgram, MoreReadError
-from lazymods.compile.call_plan import CallPlan, FastPath, hot_call
+from lazymods.compile.call_plan import CallPlan, FastPath, fast_path_of
 from lazymods.compile.captures import Captures
 from lazymods.compile.checking import checked
 from lazymods.compile.clones import call_with, refuse_changes, refuse_lazy_clones
@@ -246,7 +246,7 @@ class JitFunction(Staged, Generic[P, R]):
                     plan, call = self._plan(arguments, call)
                 except NOT_TRACEABLE:  # it decides on values, and what is lazy has none
                     return self._plainly(arguments, args, kwargs)
-                self._fast = self._hot_call(args, kwargs, arguments, call, plan)
+                self._fast = self._fast_path_of(args, kwargs, arguments, call, plan)
             if plan.branches and plan.program.is_hopeless:
                 return self._plainly(arguments, args, kwargs)
             try:
@@ -283,10 +283,10 @@ class JitFunction(Staged, Generic[P, R]):
                 self._aliases.clear()
             self._aliases[found] = self._aliases.get(key, key)
 
-    def _hot_call(
+    def _fast_path_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: Arguments, call: Binding, plan: CallPlan
     ) -> FastPath | None:
-        fast = None if self._check else hot_call(args, kwargs, arguments, call, plan, self._captures)
+        fast = None if self._check else fast_path_of(args, kwargs, arguments, call, plan, self._captures)
         if fast is not None and self._has_signatures:
             fast.signature = [*map(kind_of_input, arguments.arrays)]
         return fast
