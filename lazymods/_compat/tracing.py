@@ -372,31 +372,6 @@ def allocates(primitive: Any) -> bool:
     return primitive.ref_allocating
 
 
-def names_devices(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether an operation says where it runs or where its results are, or has one inside that does.
-
-    Where there is one device, nothing is said by that.
-    """
-    if jax.device_count() == 1:
-        return False
-    return primitive.name == "shard_map" or any([_names_devices(v) for v in params.values() if type(v) not in _DULL])
-
-
-def _names_devices(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any([_names_devices(v) for v in value if type(v) not in _DULL])
-    if not is_jaxpr(value):
-        return isinstance(value, (jax.sharding.Sharding, jax.Device))
-    inner = open_jaxpr(value)[0]
-    if inner not in _naming:
-        _naming[inner] = any(names_devices(eqn.primitive, eqn.params) for eqn in inner.eqns)
-    return _naming[inner]
-
-
-_DULL = frozenset({type(None), int, bool, float, str})
-_naming: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
 _HIGH: Any = getattr(hijax, "HiPrimitive", ())
 _FOR_NOW = frozenset({checkify.check_p, getattr(hijax, "call_hi_primitive_p", checkify.check_p)})
 

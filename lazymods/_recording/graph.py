@@ -219,7 +219,7 @@ class Structure(NamedTuple):
     def calls(self, results: Iterable[int]) -> tuple[int, ...]:
         """Return which of the operations that some results need call Python."""
         lines = zip(self.needed(results), self.lines.parts, strict=True)
-        return tuple([n for n, (used, (kind, *_)) in enumerate(lines) if used and "callback" in kind.primitive.name])
+        return tuple([n for n, (used, (kind, *_)) in enumerate(lines) if used and kind.calls_python])
 
     def difference(self, other: Structure) -> str:
         """Say where it departs from another one."""

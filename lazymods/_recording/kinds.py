@@ -15,7 +15,7 @@ import numpy as np
 
 from lazymods import _compat
 from lazymods._compat import tracing
-from lazymods._recording import algorithms
+from lazymods._recording import algorithms, inside
 
 
 class OperationKind:
@@ -28,6 +28,7 @@ class OperationKind:
         operands: The avals of its operands.
         results: The avals of its results.
         effects: Whether it does more than to compute: then it runs once, in its turn, even if no result is used.
+        calls_python: Whether a Python function is called when it runs.
         for_now: Whether it is executed when it is met: it names devices, which in one program with others would be
             where all of them run, or it has operands of types that no program takes.
 
@@ -35,7 +36,10 @@ class OperationKind:
         Exception: What JAX has against it.
     """
 
-    __slots__ = ("__weakref__", "effects", "for_now", "operands", "params", "primitive", "results", "settings")
+    __slots__ = (
+        *("__weakref__", "calls_python", "effects", "for_now", "operands"),
+        *("params", "primitive", "results", "settings"),
+    )
 
     def __init__(self, primitive: Any, params: dict[str, Any], settings: Any, operands: tuple[Any, ...]) -> None:
         self.primitive: Any = primitive
@@ -45,7 +49,8 @@ class OperationKind:
         results, effects = _compat.abstract.abstract(primitive, operands, params)
         self.results: tuple[Any, ...] = tuple(results)
         self.effects: bool = bool(effects)
-        self.for_now: bool = tracing.names_devices(primitive, params) or any(map(tracing.is_high, operands))
+        self.calls_python: bool = inside.calls_python(primitive, params)
+        self.for_now: bool = inside.names_devices(primitive, params) or any(map(tracing.is_high, operands))
         if algorithms.is_chosen(primitive, params, operands):
             algorithms.confirm(primitive, params, operands)
 

@@ -22,6 +22,7 @@ from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
 from lazymods._compat import tracing
 from lazymods._counts import COUNTS
+from lazymods._recording import inside
 from lazymods.compile.records import Effects
 from lazymods.compile.trace import Body, is_beside
 
@@ -41,6 +42,7 @@ class Tape:
 
     Attributes:
         closed: The closed jaxpr.
+        jaxpr: The jaxpr.
         constants: Its other constants.
         invars: What the inputs that are given are in the jaxpr.
     """
@@ -56,7 +58,7 @@ class Tape:
         self.invars: list[Any] = [closed.jaxpr.invars[n] for n in inputs] + [closed.jaxpr.constvars[n] for n in adopted]
         if moved:
             self.closed = None  # it would keep those alive
-        self._jaxpr = closed.jaxpr
+        self.jaxpr: Any = closed.jaxpr
 
     def keep(self, outputs: Sequence[int]) -> None:
         """Let only these outputs, by number, be wanted."""
@@ -64,7 +66,7 @@ class Tape:
 
     def out_avals(self) -> list[Any]:
         """Return the types of the outputs that are wanted."""
-        return [self._jaxpr.outvars[number].aval for number in self._outputs]
+        return [self.jaxpr.outvars[number].aval for number in self._outputs]
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
         """Run it in the current trace."""
@@ -74,9 +76,9 @@ class Tape:
             consts = list(consts)
             for number, value in zip(self._adopted, inputs[len(self._inputs) :], strict=True):
                 consts[number] = value
-            inputs = [given[n] if n in given else _zeros(v.aval) for n, v in enumerate(self._jaxpr.invars)]
+            inputs = [given[n] if n in given else _zeros(v.aval) for n, v in enumerate(self.jaxpr.invars)]
         with tracing.public_errors():  # jax runs it without compiling, to tell where a nan came from
-            out = eval_jaxpr(self._jaxpr, consts, *inputs)
+            out = eval_jaxpr(self.jaxpr, consts, *inputs)
         return [out[i] for i in self._outputs]
 
 
@@ -109,9 +111,9 @@ class Program:
         self._mark: Any = None
         self._twins: Sequence[tuple[int, int]] = ()
         self.order: Sequence[int] = range(inputs)
-        if not donate:
-            self.launch: Any = jax.jit(self._flat)
-        else:
+        self._run: Any = jax.jit(self._flat)
+        self.launch: Any = self._run
+        if donate:
             kept = [i for i in range(inputs) if i not in set(donate)]
             self.order = [*donate, *kept]
             self._moving, self._still = getter(donate), getter(kept)
@@ -119,6 +121,8 @@ class Program:
             self.launch = self._launch_donating
             kinds = [(v.aval.shape, v.aval.dtype) for v in tape.invars]
             self._twins = [(a, d) for a in range(inputs - len(takes)) for d in donate if kinds[a] == kinds[d]]
+        elif inside.jaxpr_calls_python(tape.jaxpr):
+            self.launch = self._launch_and_wait
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[Effects, Sequence[Any]]:
         """Run the program.
@@ -133,6 +137,10 @@ class Program:
             OtherSignatureError: If the program is for other leaves or another setting.
         """
         return self.record, self.launch(leaves)
+
+    def _launch_and_wait(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Run it; raise what a Python function raises that it calls, before its outputs are written anywhere."""
+        return jax.block_until_ready(self._run(leaves))
 
     def _launch_donating(self, leaves: Sequence[Any]) -> Sequence[Any]:
         if self._mark is not _compat_jit.Watch.mark:  # else the leaves to donate are what a program returned
@@ -155,7 +163,7 @@ class Program:
     def arranged(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
         """Return what ``jax.jit`` made of the program, and the arguments with which it is called for these leaves."""
         if not self.donated:
-            return self.launch, (leaves,)
+            return self._run, (leaves,)
         return self._run, (self._moving(leaves), self._still(leaves))
 
     def leaf_numbers(self, inputs: int) -> list[int]:
@@ -256,7 +264,7 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     kept = [pair for n, pair in enumerate(pairs) if n not in unchanged and own[n]]
     tape.keep(record.drop_writes(unchanged))
     donated: list[int] = []
-    if donate and None not in inputs:
+    if donate and None not in inputs and not inside.jaxpr_calls_python(closed):  # else it may fail half way
         donated = sorted({i for i, o in kept if i is not None and ins[i].aval == avals[o]})
     return Program(tape, record, takes, len(ins), donated)
 

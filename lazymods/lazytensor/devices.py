@@ -1,8 +1,8 @@
 """What a cut has to keep apart: operations on arrays that are committed to other devices.
 
 What names devices (``device_put``, a jitted function with shardings, ``shard_map``) is executed when it is met, see
-``_compat.tracing.names_devices``. What is recorded runs where its operands are; and an array that is committed nowhere
-stays so, which it would not in one program with others.
+``_recording.inside.names_devices``. What is recorded runs where its operands are; and an array that is committed
+nowhere stays so, which it would not in one program with others.
 """
 
 from __future__ import annotations

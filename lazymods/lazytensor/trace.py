@@ -11,6 +11,7 @@ graph of its own.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -168,7 +169,7 @@ class Session:
                 graph.effects = True
             if len(graph.lines) - self._left >= self.max_ops:
                 metrics.count("AutomaticCut")
-                self.cut()
+                self._cut_for_operation()
         finally:
             self._release()
         return made
@@ -178,7 +179,8 @@ class Session:
         if not self._graph.lines:
             self._settings, self._started = settings, time.perf_counter()
         elif settings is not self._settings and not self._settings.runs_as(settings):
-            self.cut()  # what is run together is run with the same settings
+            self._cut_for_operation()  # what is run together is run with the same settings
+            self._compute_apart()
             self._settings = settings
         return self._graph
 
@@ -244,6 +246,25 @@ class Session:
                 raise
             finally:
                 self._left = len(self._graph.lines)
+
+    def _cut_for_operation(self) -> None:
+        """Start the computation of all that is held, since an operation cannot be added to it.
+
+        That operation is not what fails then: the values that failed raise when they are wanted. An effect's error is
+        raised now.
+        """
+        effects = self._graph.effects
+        try:
+            self.cut()
+        except Exception:
+            if effects:
+                raise
+
+    def _compute_apart(self) -> None:
+        """Compute each value that failed together with others; what fails again keeps its error."""
+        for cell in [cell for cell in self._apart if cell.held and cell.value is None]:
+            with contextlib.suppress(Exception):
+                self.compute([cell])
 
     def compute(self, cells: Sequence[Cell]) -> None:
         """Start the computation of some values and of nothing else that can wait."""

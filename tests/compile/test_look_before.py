@@ -116,7 +116,8 @@ def test_stages_tell_what_those_of_flax_tell() -> None:
     lowered = trace.lower()
     assert lowered.as_text() == lowered.stablehlo and "stablehlo.dot_general" in lowered.as_text("stablehlo")
     assert "HloModule" in lowered.as_text("hlo") and lowered.compiler_ir() is not None
-    assert lowered.cost_analysis() and lowered.cost["flops"] > 0
+    assert bool(lowered.cost_analysis()) == bool(other.lower().cost_analysis())  # of a GPU's programs it tells nothing
+    assert lowered.cost["flops"] > 0
     compiled = lowered.compile({"xla_embed_ir_in_executable": True})
     assert "HloModule" in str(compiled.as_text()) and compiled.cost_analysis()["flops"] > 0
     assert compiled.memory_analysis().argument_size_in_bytes > 4 * (12 + 8) and compiled.runtime_executable()

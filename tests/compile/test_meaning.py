@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.core import Tracer
+from jax.experimental import io_callback
 
 import lazymods as lm
 
@@ -314,7 +315,6 @@ def test_a_first_call_that_fails_leaves_the_model_lazy() -> None:
     close(lm.jit(lambda m, x: m(x))(model, X), Lazy()(X))
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU tells of a failed callback after the call returned")
 def test_a_program_that_fails_at_its_first_call_leaves_the_model_lazy() -> None:
     def refuse(_: Any) -> np.ndarray[Any, Any]:
         raise ValueError("on purpose")
@@ -325,8 +325,52 @@ def test_a_program_that_fails_at_its_first_call_leaves_the_model_lazy() -> None:
 
     model = Lazy()
     with pytest.raises(Exception, match="on purpose"):
-        jax.block_until_ready(call(model, X))
+        call(model, X)
     assert lm.has_uninitialized_params(model)
+
+
+@pytest.mark.parametrize("donate", [False, True], ids=["kept", "donated"])
+@pytest.mark.parametrize("decides", [False, True], ids=["plain", "deciding"])
+@pytest.mark.parametrize("called", [jax.pure_callback, io_callback, "debug"], ids=["pure", "io", "debug"])
+def test_a_callback_that_fails_while_the_program_runs_leaves_the_state_as_before(
+    called: Any, decides: bool, donate: bool
+) -> None:
+    fails = False
+
+    def check(value: Any) -> Any:
+        if fails:
+            raise ValueError("on purpose")
+        return np.asarray(value) * 2
+
+    @lm.jit(donate_state=donate)
+    def step(model: Any, x: jax.Array) -> jax.Array:
+        if decides and x.sum() < 0:
+            return x
+        bias = model.bias[...]
+        if called == "debug":
+            jax.debug.callback(check, bias)
+            bias = bias * 2
+        else:
+            bias = called(check, jax.ShapeDtypeStruct(bias.shape, bias.dtype), bias)
+        model.kernel[...] += 1.0
+        model.bias[...] = bias + 1.0
+        return x * 3
+
+    model: Any = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    kernel = np.asarray(model.kernel[...])
+    x = jnp.ones((2,))
+    for _ in range(2):
+        step(model, x)
+    jax.effects_barrier()
+    for _ in range(2):
+        fails = True
+        with pytest.raises(Exception, match="on purpose"):
+            step(model, x)
+        close(model.kernel[...], kernel + 2)
+        close(model.bias[...], np.full(3, 3.0))
+    fails = False
+    close(step(model, x), x * 3)
+    close(model.bias[...], np.full(3, 7.0))
 
 
 def test_parameters_made_in_a_trace_are_inputs_of_its_program() -> None:

@@ -184,9 +184,10 @@ def test_lowering_exporting_and_checking() -> None:
     compiled = call.lower(shift=3.0, scale=2.0, x=X, model=model).compile()
     np.testing.assert_allclose(compiled(model, X, 2.0, shift=3.0), want, rtol=1e-6)
     np.testing.assert_allclose(compiled(model, scale=2.0, x=X, shift=3.0), want, rtol=1e-6)
-    blob = lm.export(call, model, shift=jnp.float32(3), x=X, scale=jnp.float32(2))
+    arguments: Any = {"shift": jnp.float32(3), "x": X, "scale": jnp.float32(2)}
+    blob = lm.export(call, model, platforms=("cpu", "cuda"), **arguments)
     exported = jax.export.deserialize(bytearray(blob))
-    np.testing.assert_allclose(exported.call(shift=jnp.float32(3), x=X, scale=jnp.float32(2)), want, rtol=1e-6)
+    np.testing.assert_allclose(exported.call(**arguments), want, rtol=1e-6)
     checked = lm.jit(weighted, check=True)
     np.testing.assert_allclose(checked(shift=3.0, scale=2.0, x=X, model=model), want, rtol=1e-6)
 

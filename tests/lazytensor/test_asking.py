@@ -26,7 +26,7 @@ ASKED = {
     "addressable_shards": lambda x: np.asarray(x.addressable_shards[0].data).tolist(),
     "addressable_data": lambda x: np.asarray(x.addressable_data(0)).tolist(),
     "array": lambda x: np.asarray(x).tolist(),
-    "dlpack": lambda x: np.from_dlpack(x).tolist(),
+    "dlpack": lambda x: (np if jax.default_backend() == "cpu" else jnp).from_dlpack(x).tolist(),
     "platform": lambda x: x.platform(),
     "pointer": lambda x: x.unsafe_buffer_pointer() != 0,
 }
