@@ -139,12 +139,14 @@ class Captures:
 
     Attributes:
         sources: The places where it finds something.
+        functions: The functions that it is made of: itself, and the user's functions that it reaches.
         fixed: What it reaches at any time, if that is nothing but nnx objects that it holds itself; else None.
     """
 
     def __init__(self, function: Any, reads: Reads) -> None:
         self._reads = reads
         self.sources: list[Any] = []
+        self.functions: list[types.FunctionType] = []
         self._functions: set[int] = set()
         self._seen: set[Any] = set()
         self._alive: list[Any] = []
@@ -240,7 +242,7 @@ class Captures:
                 self._follow(call)
 
     def _follow_code(self, function: types.FunctionType) -> None:
-        self._alive.append(function)
+        self.functions.append(function)
         code, defaults = function.__code__, function.__defaults__ or ()
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._add(_Cell(cell, name), in_cell(cell))

@@ -403,6 +403,7 @@ class JitFunction(Staged, Generic[P, R]):
             return function(*args, **kwargs), given
 
         fixed = [(name, value) for name, value, known in self._captures.named(call.captured) if known]
+        fixed += [(function.__qualname__, function) for function in self._captures.functions]
         reads = self._reads if call.captured.has_objects else None
         return Body(run, call.reach, call.inputs, call.targets, call.impls, reads, self._captures.attributes(), fixed)
 

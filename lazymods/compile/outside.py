@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from jax.core import Trace, Tracer
 
 from lazymods._errors import LazyError, Problem
-from lazymods._objects.reached import all_within, is_library
+from lazymods._objects.reached import MISSING, all_within, global_names, in_cell, is_library
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import contents_of, held_by
 from lazymods._refusals import used_up
@@ -59,6 +59,38 @@ class _Holder(NamedTuple):
             elif isinstance(value, Tracer):
                 delattr(self.thing, name)
         return True
+
+
+class _FunctionHolder:
+    """A function, and what its cells, its attributes and the globals that it names held."""
+
+    contents = ()  # nothing of which it knows an iterator
+
+    def __init__(self, name: str, function: types.FunctionType) -> None:
+        self.name = name
+        self.thing = function
+        self._cells = [(cell, in_cell(cell)) for cell in function.__closure__ or ()]
+        named, known = {*global_names(function.__code__)}, function.__globals__
+        self._names = [(vars(function), dict(vars(function)), None)]
+        self._names += [(known, {name: known[name] for name in named & known.keys()}, named)]
+
+    def restore(self) -> bool:
+        """Let it hold what it held where a tracer was put in; return whether that was so."""
+        leaks = False
+        for cell, before in self._cells:
+            now = in_cell(cell)
+            if isinstance(now, Tracer) and now is not before:
+                leaks = True
+                cell.cell_contents = before
+                if before is MISSING:
+                    del cell.cell_contents
+        for held, was, names in self._names:
+            for name in list(held) if names is None else names & held.keys():
+                if isinstance(held[name], Tracer) and held[name] is not was.get(name):
+                    leaks = True
+                    del held[name]
+                    held |= {name: was[name]} if name in was else {}
+        return leaks
 
 
 def _values(contents: Any) -> Iterable[Any]:
@@ -106,13 +138,16 @@ def leaving_alone(reached: Iterable[tuple[str, Any]], nodes: Iterable[Any]) -> I
             raise used_up(f"{name}, from which the function takes", iterator)
 
 
-def _holders(found: Iterable[tuple[str, Any]]) -> list[_Holder]:
-    """Return the containers under some values, with what they hold."""
-    out: list[_Holder] = []
+def _holders(found: Iterable[tuple[str, Any]]) -> list[Any]:
+    """Return the containers and functions under some values, with what they hold."""
+    out: list[Any] = []
     seen: set[int] = set()
     waiting = collections.deque(found)
     while waiting and len(seen) < _MAX_PARTS:
         name, thing = waiting.popleft()
+        if isinstance(thing, types.FunctionType) and id(thing) not in seen:
+            seen.add(id(thing))
+            out.append(_FunctionHolder(name, thing))
         kind = kind_of(thing)
         if id(thing) in seen or not (kind is TokenKind.TUPLE or kind in _CONTAINERS):
             continue
@@ -131,9 +166,10 @@ def _as_holder(node: Any) -> _Holder:
     return _Holder(type(node).__name__, node, contents_of(node))
 
 
-def _parts_of(holders: Iterable[_Holder]) -> Iterator[tuple[str, Any]]:
-    for name, _, contents in holders:
-        for key, value in _first(contents):
+def _parts_of(holders: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    for holder in holders:
+        name = holder.name
+        for key, value in _first(holder.contents):
             if kind_of(value) is TokenKind.ATOM:
                 yield (f"{name}.{key}" if key else name), value
 
