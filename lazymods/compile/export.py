@@ -32,6 +32,7 @@ def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), *
     Raises:
         ArgumentError: If ``fn_or_module`` can't be called, or an argument is no input.
         LazyError: If flatbuffers is not installed, or the function returns an nnx object.
+        jax.errors.ConcretizationTypeError: If Python decides on the value of an array: that is many programs.
 
     Example:
         >>> import jax, jax.numpy as jnp

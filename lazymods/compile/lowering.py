@@ -20,6 +20,7 @@ def lower(fn: Any, *args: Any, **kwargs: Any) -> Lowered:
 
     Raises:
         ArgumentError: If ``fn`` can't be called, or an argument is no input.
+        jax.errors.ConcretizationTypeError: If Python decides on the value of an array: that is many programs.
 
     Returns:
         An object with ``jaxpr``, ``stablehlo``, ``hlo`` (optimized), ``cost``, ``memory`` and ``dot``.

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from lazymods._compat import jit as _compat_jit
-from lazymods._errors import Problem
+from lazymods._errors import NOT_TRACEABLE, Problem
 from lazymods._objects.copies import Copies
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import TracedState, input_of, with_inputs
@@ -27,6 +27,12 @@ from lazymods.compile.call_plan import CallPlan
 from lazymods.compile.dot import dot
 from lazymods.compile.program import Program
 from lazymods.compile.replay import EffectsReplay
+
+_MANY = (
+    "{}: Python decides on the value of an array, so there is a program for each decision, and none to look at. "
+    "Calls of lm.jit run them. To lower, export or abstractly evaluate one program, write the decision with "
+    "jax.lax.cond or jax.numpy.where."
+)
 
 
 class Staged:
@@ -48,10 +54,17 @@ class Staged:
             arguments, call = self.bind(args, kwargs)
             before = Snapshot(*call.reach) if call.lazy else None
             try:
-                yield self.make_sized(arguments, call)
+                yield self._made(arguments, call)
             finally:
                 if before is not None:
                     before.restore()
+
+    def _made(self, arguments: Arguments, call: Binding) -> tuple[Program, Binding]:
+        try:
+            return self.make_sized(arguments, call)
+        except NOT_TRACEABLE as error:
+            error.add_note(_MANY.format(self.name))
+            raise
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:
         """Trace the function for some arguments, and run nothing.

@@ -12,7 +12,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -38,8 +38,9 @@ def value_and_grad(f: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = F
 
     It is ``nnx.value_and_grad``, compiled, and cached by the code of ``f`` and of what it calls. Models,
     arrays and floats that these name or close over are inputs, and what ``f`` does to Variables is done to them; other
-    constants are part of the key. If ``f`` reaches anything else (attributes of plain objects, lists, functions of
-    ``lm.jit``), or code that writes names, then nothing is cached, and it is ``nnx.value_and_grad``.
+    constants are part of the key. What ``f`` computes of a float is an array, as under ``jax.jit``. If ``f`` reaches
+    anything else (attributes of plain objects, lists, functions of ``lm.jit``), writes names, or returns what no
+    program can give, then nothing is cached, and it is ``nnx.value_and_grad``.
 
     Args:
         f: Returns a scalar, or a pair of a scalar and something else.
@@ -72,7 +73,10 @@ def value_and_grad(f: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = F
             call = _Call(f, args, kwargs)
         except UnknownError:
             return nnx.value_and_grad(f, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
-        return call.run(argnums, has_aux)
+        try:
+            return call.run(argnums, has_aux)
+        except _NoProgramError:
+            return nnx.value_and_grad(f, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
 
     return compute
 
@@ -94,6 +98,8 @@ class _Call:
     def run(self, argnums: Any, has_aux: bool) -> Any:
         key = (self.looked.key, self.tree, self.fixed, self.held, self.graph, self.structure, argnums, has_aux)
         program = _programs.get(key)
+        if program is _NONE:
+            raise _NoProgramError
         if program is None:
             program = _programs[key] = jax.jit(functools.partial(_body, argnums, has_aux))
             if len(_programs) > _MOST:
@@ -102,12 +108,20 @@ class _Call:
         before, _LOCAL.call = _LOCAL.call, self
         try:
             out, changed = program(self.values, self.arrays)
+        except _NoProgramError:
+            _programs[key] = _NONE
+            raise
         finally:
             _LOCAL.call = before
         if changed:
             new = [changed.get(i, v) for i, v in enumerate(self.values)]
             nnx.update(self.objects, jax.tree.unflatten(self.structure, new))
-        return out
+        return jax.tree.map(self._plain, out, is_leaf=_is_static)
+
+    def _plain(self, leaf: Any) -> Any:
+        if isinstance(leaf, _Given):
+            return self.arrays[leaf.number]
+        return leaf.value if isinstance(leaf, _Value) else leaf
 
     def rebuilt(self, objects: list[Any], arrays: Any) -> tuple[Any, Any, Any]:
         """Return function and arguments with other inputs."""
@@ -117,7 +131,44 @@ class _Call:
         return self.looked.build(held), args, kwargs
 
 
-_OBJECT, _INPUT = object(), object()
+_OBJECT, _INPUT, _NONE = object(), object(), object()
+
+
+# ---------------------------------------------------------------- what is returned and is no array
+
+
+class _NoProgramError(Exception):
+    """The function returns something that no program can give."""
+
+
+@jax.tree_util.register_static
+class _Value(NamedTuple):
+    """A number, a text or the like that the function returns: the same at each call of its program."""
+
+    kind: type
+    value: Any
+
+
+@jax.tree_util.register_static
+class _Given(NamedTuple):
+    """An input that the function returns as it is, by number: a Python number stays one."""
+
+    number: int
+
+
+def _is_static(leaf: Any) -> bool:
+    return isinstance(leaf, (_Value, _Given))
+
+
+def _output(numbers: dict[int, int], leaf: Any) -> Any:
+    """Return what a program can give for something that a function returns; ``numbers`` are those of its inputs."""
+    if id(leaf) in numbers:
+        return _Given(numbers[id(leaf)])
+    if isinstance(leaf, jax.Array):
+        return leaf
+    if type(leaf) in (bool, int, float, complex, str, bytes):
+        return _Value(type(leaf), leaf)
+    raise _NoProgramError
 
 
 def _body(argnums: Any, has_aux: bool, values: Any, arrays: Any) -> tuple[Any, dict[int, Any]]:
@@ -132,4 +183,8 @@ def _body(argnums: Any, has_aux: bool, values: Any, arrays: Any) -> tuple[Any, d
         needed = "a function that changes values of Variables only: it is one operation, compiled once"
         raise LazyError(Problem("lm.lazytensor.value_and_grad", got, needed, "nnx.value_and_grad(f)"))
     new = jax.tree.leaves(state)
+    (value, *aux), gradients = out if has_aux else ((out[0],), out[1])
+    numbers = {id(given): number for number, given in enumerate(arrays)}
+    aux = jax.tree.map(functools.partial(_output, numbers), aux, is_leaf=is_object)
+    out = ((value, *aux), gradients) if has_aux else out
     return out, {i: leaf for i, leaf in enumerate(new) if leaf is not values[i]}

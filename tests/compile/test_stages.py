@@ -313,3 +313,17 @@ def test_the_compilation_cache_serves_the_next_process(tmp_path: Path) -> None:
 
     first, second = hits(), hits()
     assert first == 0 < second
+
+
+@pytest.mark.parametrize("look", ["lower", "trace", "eval_shape", "lm.lower", "lm.export"])
+def test_a_function_that_decides_is_not_one_program_to_look_at(look: str) -> None:
+    def step(model: Any, x: Any) -> Any:
+        return model(x) if x.sum() > 0 else x
+
+    model, x, call = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), jnp.ones((2, 3)), lm.jit(step)
+    asked = getattr(lm, look[3:]) if look.startswith("lm.") else getattr(call, look)
+    given = (call, model, x) if look.startswith("lm.") else (model, x)
+    with pytest.raises(jax.errors.ConcretizationTypeError) as found:
+        asked(*given)
+    assert "step: Python decides on the value of an array" in "".join(found.value.__notes__)
+    np.testing.assert_allclose(call(model, x), model(x), rtol=1e-6)

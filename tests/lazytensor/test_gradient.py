@@ -1,5 +1,6 @@
 """A gradient as one operation: equal to ``nnx.value_and_grad``, whatever the function holds."""
 
+import contextlib
 import functools
 import gc
 import types
@@ -236,3 +237,54 @@ def test_a_helper_defined_anew_is_the_same_and_keeps_nothing_alive():
     gc.collect()
     assert len(gradient._programs) == 1
     assert [ref() for ref in models] == [None] * 3
+
+
+# ---------------------------------------------------------------- what a function returns besides
+
+
+class Thing:
+    """No pytree: JAX lets a function return it, and no program can."""
+
+
+def everything(x, rate):
+    aux = {"text": "abc", "count": 3, "flag": True, "none": None, "nan": float("nan"), "shape": x.shape, "half": 0.5}
+    return x.sum() * rate, aux | {"y": x * 2, "x": x, "rate": rate}
+
+
+THING = Thing()
+AUX = {
+    "plain": everything,
+    "numpy": lambda x, rate: (x.sum(), {"a": np.float32(2), "b": np.arange(3)}),
+    "object": lambda x, rate: (x.sum(), [THING, x]),
+    "model": lambda x, rate: (MODEL(x).sum(), (MODEL, MODEL.kernel[...])),
+    "number": lambda x, rate: (x.sum(), rate),
+    "nothing": lambda x, rate: (x.sum(), None),
+}
+MODEL = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["plain", "block"])
+@pytest.mark.parametrize("rate", [0.5, np.float32(0.25), jnp.float32(0.125)], ids=["float", "numpy", "array"])
+@pytest.mark.parametrize("kind", AUX)
+def test_what_a_function_returns_besides_is_what_it_is(kind, rate, block):
+    for x in (jnp.ones((2, 3)), jnp.ones((4, 3)), jnp.ones((2, 3)) * 2):
+        (value, aux), gradient = nnx.value_and_grad(AUX[kind], has_aux=True)(x, rate)
+        with lt.lazy() if block else contextlib.nullcontext():
+            (got, found), slope = lt.value_and_grad(AUX[kind], has_aux=True)(x, rate)
+        np.testing.assert_allclose(got, value, rtol=1e-6)
+        np.testing.assert_allclose(slope, gradient, rtol=1e-6)
+        want, structure = jax.tree.flatten(aux, is_leaf=lambda v: isinstance(v, (nnx.Pytree, nnx.Variable)))
+        leaves, other = jax.tree.flatten(found, is_leaf=lambda v: isinstance(v, (nnx.Pytree, nnx.Variable)))
+        assert structure == other
+        for one, two in zip(leaves, want, strict=True):
+            if isinstance(two, jax.Array):
+                assert isinstance(one, jax.Array) and (one.dtype, one.weak_type) == (two.dtype, two.weak_type)
+                np.testing.assert_allclose(one, two, rtol=1e-6)
+            elif isinstance(two, (float, np.ndarray, np.generic)):
+                assert type(one) is type(two)
+                np.testing.assert_array_equal(one, two)
+            elif isinstance(two, (nnx.Pytree, nnx.Variable)):  # of these nnx.value_and_grad returns copies
+                assert type(one) is type(two)
+                jax.tree.map(np.testing.assert_array_equal, nnx.state([one]), nnx.state([two]))
+            else:
+                assert one is two or (type(one) is type(two) and one == two)
