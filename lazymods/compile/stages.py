@@ -38,6 +38,7 @@ _MANY = (
 class Staged:
     """A function that can be looked at before it runs; :class:`~lazymods.compile.function.JitFunction` is one."""
 
+    name: str
     _splitter: Splitter
     _lock: Any
     bind: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Arguments, Binding]]
