@@ -14,15 +14,15 @@ import jax
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem, one_line
 from lazymods._objects.copies import Copies
+from lazymods._objects.noise import Noise, own
 from lazymods._objects.traced_state import TracedState
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
 from lazymods.compile.given import Given, with_sharing
-from lazymods.compile.noise import Noise, own
 from lazymods.compile.shadow import compare
 from lazymods.compile.trace import Place
 
-_NOISY = 2  # so many runs with noise tell how far rounding may go
+_NOISY = (2, 16)  # a run with noise of each of these sizes tells how far rounding may go
 
 
 def checked(
@@ -51,7 +51,7 @@ def checked(
             sharing or random state; or an error that only one of both raised.
     """
     plain = _Plain(function, arguments, call, attributes, own)
-    again = [_Plain(function, arguments, call, attributes, make) for make in (own, *map(Noise, range(_NOISY)))]
+    again = [_Plain(function, arguments, call, attributes, make) for make in (own, *map(Noise, _NOISY))]
     want, plain_error = None, None
     try:
         want = plain.run()

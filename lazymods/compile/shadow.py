@@ -3,8 +3,8 @@
 :func:`compare` walks both sides at once and raises at the first place where they differ. What is counted or chosen
 is compared exactly: classes, names and their order, metadata, static values by type and value, which places share an
 object, shapes, dtypes, integers, booleans and random keys. Floats in arrays are compared to rounding, since a compiled
-program may fuse and reorder them: ``ROUNDING`` in :mod:`lazymods._objects.comparing` says how far, and where that
-is not enough, runs with noise in the inputs do (:mod:`lazymods.compile.noise`). What has no content that is known, such
+program may fuse and reorder them: ``ROUNDING`` in :mod:`lazymods._objects.comparing` says how far, and where that is
+not enough, runs with noise in the inputs do (:mod:`lazymods._objects.noise`). What has no content that is known, such
 as an iterator, is only asked for its class, and for ``==`` where the class defines it.
 
 The copy must keep the order of attributes: ``copy.deepcopy`` of an ``nnx.Module`` sorts them (flax 0.12.8 and 0.12.12).

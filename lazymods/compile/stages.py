@@ -29,7 +29,7 @@ from lazymods.compile.program import Program
 from lazymods.compile.replay import EffectsReplay
 
 _MANY = (
-    "{}: Python decides on the value of an array, so there is a program for each decision, and none to look at. "
+    "In {} Python decides on the value of an array, so there is a program for each decision, and none to look at. "
     "Calls of lm.jit run them. To lower, export or abstractly evaluate one program, write the decision with "
     "jax.lax.cond or jax.numpy.where."
 )
@@ -38,7 +38,6 @@ _MANY = (
 class Staged:
     """A function that can be looked at before it runs; :class:`~lazymods.compile.function.JitFunction` is one."""
 
-    name: str
     _splitter: Splitter
     _lock: Any
     bind: Callable[[tuple[Any, ...], dict[str, Any]], tuple[Arguments, Binding]]
@@ -64,7 +63,7 @@ class Staged:
         try:
             return self.make_sized(arguments, call)
         except NOT_TRACEABLE as error:
-            error.add_note(_MANY.format(self.name))
+            error.add_note(_MANY.format(repr(self)))
             raise
 
     def trace(self, *args: Any, **kwargs: Any) -> Traced:

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 
 import lazymods as lm
-from lazymods.compile.noise import Noise
+from lazymods._objects.noise import Noise
 from lazymods.compile.shadow import compare
 
 
@@ -153,19 +153,19 @@ def test_runs_with_noise_are_asked_for_only_where_something_differs() -> None:
 def test_noise_is_in_the_last_place(dtype: str) -> None:
     numbers = [0.0, 1.0, -3.0, 0.3, -1.7, 123.4, 1e-3, float("nan"), float("inf")]
     value = jnp.array(numbers, dtype)
-    found = Noise(0)(value)
+    found = Noise(1)(value)
     assert found.dtype == value.dtype and found.sharding == value.sharding
     old, new = (np.asarray(v.astype(jnp.complex64)) for v in (value, found))
     np.testing.assert_array_equal(new[:3], old[:3])  # whole numbers
     np.testing.assert_allclose(new, old, rtol=2.5 * float(jnp.finfo(value.dtype).eps))
     assert (new[3:7] != old[3:7]).all()
     for kept in (jnp.arange(3), jax.random.key(0), np.array(["a"]), jnp.asarray(0.3), 0.3, None):
-        made = Noise(0)(kept)
+        made = Noise(1)(kept)
         assert type(made) is type(kept)
         assert repr(made) == repr(kept)
     array = np.array([0.3, 1.0])
-    moved = Noise(0)(array)
+    moved = Noise(1)(array)
     assert moved is not array and moved[0] != array[0] and moved[1] == 1.0 and array[0] == 0.3
     reference = jax.new_ref(jnp.array([0.3, 1.0]))
-    other = Noise(0)(reference)
+    other = Noise(1)(reference)
     assert float(other[0]) != float(reference[0]) and float(other[1]) == 1.0

@@ -49,6 +49,11 @@ def with_ode(layer: Any, x: Any) -> Any:
 
 
 RULES = {f.__name__: f for f in (with_vjp, with_jvp, with_gradient, with_closure_convert, with_ode)}
+KEPT = pytest.mark.xfail(
+    jax.config.jax_check_tracer_leaks,  # type: ignore[attr-defined]
+    reason="JAX keeps a rule's functions in the jaxpr, with what they close over: a leak to it under jax.jit too",
+)
+MARKED = [pytest.param(name, marks=[KEPT] * (name == "with_vjp")) for name in RULES]
 X = jnp.linspace(-2.0, 2.0, 8).reshape(2, 4)
 
 
@@ -60,7 +65,7 @@ class Net(nnx.Module):
         return RULES[self.rule](self.fc, x)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MARKED)
 @pytest.mark.parametrize("how", ["plain", "donated", "deciding", "checked"])
 def test_a_model_that_such_a_function_closes_over_is_an_input(rule: str, how: str) -> None:
     def forward(model: Net, x: Any) -> Any:
@@ -75,7 +80,7 @@ def test_a_model_that_such_a_function_closes_over_is_an_input(rule: str, how: st
         np.testing.assert_allclose(compiled(model, X), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", MARKED)
 def test_its_derivative_is_taken_inside(rule: str) -> None:
     def slope(model: Net, x: Any) -> Any:
         return jax.grad(lambda v: model(v).sum())(x)
@@ -112,6 +117,7 @@ def in_a_cell() -> Callable[[Any], None]:
 LEAKS = [in_a_list, in_an_attribute_of_a_function, in_a_cell, lambda: lambda value: setattr(Store, "kept", value)]
 
 
+@pytest.mark.skipif(jax.config.jax_check_tracer_leaks, reason="JAX's own checker raises first")  # type: ignore[attr-defined]
 @pytest.mark.parametrize("rule", ["with_vjp", "with_jvp", "with_gradient"])
 @pytest.mark.parametrize("leak", LEAKS)
 @pytest.mark.parametrize("decides", [False, True])

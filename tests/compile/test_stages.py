@@ -325,5 +325,5 @@ def test_a_function_that_decides_is_not_one_program_to_look_at(look: str) -> Non
     given = (call, model, x) if look.startswith("lm.") else (model, x)
     with pytest.raises(jax.errors.ConcretizationTypeError) as found:
         asked(*given)
-    assert "step: Python decides on the value of an array" in "".join(found.value.__notes__)
+    assert "step> Python decides on the value of an array" in "".join(found.value.__notes__)
     np.testing.assert_allclose(call(model, x), model(x), rtol=1e-6)

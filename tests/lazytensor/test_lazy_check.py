@@ -219,3 +219,28 @@ def test_after_a_difference_recording_goes_on(monkeypatch: pytest.MonkeyPatch) -
             run()
     executor._graphs.clear()
     np.testing.assert_allclose(run(), program(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [lambda: optax.adam(1e-2), lambda: optax.sign_sgd(1e-2)], ids=["adam", "signs"])
+def test_a_step_that_divides_by_the_size_of_rounding_is_right(make: Callable[[], Any]) -> None:
+    class Net(nnx.Module):
+        """The gradients of its first bias are 0 but for rounding: the normalization takes the bias away."""
+
+        def __init__(self) -> None:
+            rngs = nnx.Rngs(0)
+            self.first, self.norm = nnx.Linear(3, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return jnp.tanh(self.norm(self.first(x)))
+
+    model = Net()
+    optimizer = nnx.Optimizer(model, make(), wrt=nnx.Param)
+    kernel = np.asarray(model.first.kernel[...])
+    with lazytensor.lazy(check=True), jax.numpy_dtype_promotion("standard"):
+        for seed in range(3):
+            x = jax.random.normal(jax.random.key(seed), (16, 3))
+            grads = nnx.grad(lambda m, x=x: ((m(x) - x[:, :1]) ** 2).mean())(model)
+            optimizer.update(model, grads)
+            lazytensor.mark_step()
+    assert int(optimizer.step[...]) == 3
+    assert not np.allclose(kernel, np.asarray(model.first.kernel[...]), atol=1e-3)

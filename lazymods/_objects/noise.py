@@ -28,16 +28,18 @@ def own(value: Any) -> Any:
 
 
 class Noise:
-    """Makes what :func:`own` makes, with each float moved up or down by its last place.
+    """Makes what :func:`own` makes, with each float moved up or down by some units of its last place.
 
     Whole numbers stay: a mask, a count, a class are meant, and a function may ask which one it is.
 
     Args:
-        seed: Of the random directions.
+        units: How many. Another order of a sum is off by one to some, and where a function asks for no more than the
+            sign of what is left, one may be too few to change it.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._random = np.random.default_rng(seed)
+    def __init__(self, units: int) -> None:
+        self._random = np.random.default_rng(units)
+        self._units = units
 
     def __call__(self, value: Any) -> Any:
         """Return a copy of an array with noise; other values as they are."""
@@ -53,7 +55,7 @@ class Noise:
         if isinstance(array, jax.Array) and len(array.devices()) > 1:
             return array
         old = np.asarray(array)
-        directions = self._random.choice((-1.0, 1.0), old.shape) * float(jnp.finfo(old.dtype).eps)
+        directions = self._random.choice((-1.0, 1.0), old.shape) * self._units * float(jnp.finfo(old.dtype).eps)
         with np.errstate(all="ignore"):  # of the largest number, of nan
             new = np.where(old == np.round(old), old, old * (1 + directions)).astype(old.dtype)
         return new if isinstance(array, np.ndarray) else jax.device_put(new, array.sharding)
