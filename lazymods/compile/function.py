@@ -36,6 +36,7 @@ from lazymods._errors import NOT_TRACEABLE, UninitializedError
 from lazymods._layer.lifecycle import LOCK
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import Reads, held_by
+from lazymods._objects.within import holds_tracer
 from lazymods._program_cache import Cache, CacheInfo
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
@@ -56,7 +57,6 @@ from lazymods.compile.records import Effects
 from lazymods.compile.replay import EffectsReplay
 from lazymods.compile.sizing import has_optimizer, size
 from lazymods.compile.stages import Staged
-from lazymods.compile.statics import holds_tracer
 from lazymods.compile.trace import Body, NotSizedError, Place, write
 
 _KEPT_SITUATIONS = 16  # for lm.explain()

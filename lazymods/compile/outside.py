@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 from jax.core import Trace, Tracer
 
 from lazymods._errors import LazyError, Problem
-from lazymods._objects.reached import all_within, is_library
+from lazymods._objects.reached import is_library
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import contents_of, held_by
+from lazymods._objects.within import all_within
 from lazymods._refusals import used_up
 from lazymods._snapshot import refill
 
@@ -191,12 +192,12 @@ def refuse_leaks(trace: Callable[[], Any], name: str, program: Any, given: Any) 
 
 def _are_of_program(held: list[Any], program: Any, given: Any) -> bool:
     """Whether tracers are only in what a program or JAX keeps of the trace, and in nothing that was there before it."""
-    inside = set(map(id, all_within((program, *_caches_of_jax(held)), _SKIPPED)))
+    inside = set(map(id, all_within((program, *_caches_of_jax(held)))))
     holders = [h for h in gc.get_referrers(*held) if not isinstance(h, (types.FrameType, Tracer))]
     asked = [h for h in holders if type(h) in (list, tuple) and [*map(id, h)] == [*map(id, held)]]  # this question
     if not all(id(thing) in inside for thing in (*held, *holders) if not any(thing is one for one in asked)):
         return False
-    theirs = set(map(id, all_within((given,), _SKIPPED)))
+    theirs = set(map(id, all_within((given,))))
     return not any(id(tracer) in theirs for tracer in held)
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import types
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
 
-from jax.core import Tracer
-
 from lazymods._errors import LazyError, Problem
-from lazymods._objects.reached import all_within
-
-_SKIPPED = (types.ModuleType, types.CodeType, type)  # a tracer is no part of these
+from lazymods._objects.within import holds_tracer
 
 
 def refuse_unrepeatable(value: Any) -> None:
@@ -28,7 +23,7 @@ def refuse_unrepeatable(value: Any) -> None:
         value.close()  # else Python warns of it
     if isinstance(value, (Iterator, Awaitable, AsyncIterator)):
         raise refuse_result(value, "it can be used once, and would be empty at the next call")
-    if gc.is_tracked(value) and not isinstance(value, _SKIPPED) and holds_tracer(value):
+    if holds_tracer(value):
         raise refuse_result(value, "there are arrays inside that every call computes anew")
 
 
@@ -42,11 +37,3 @@ def refuse_result(value: Any, why: str) -> LazyError:
             "list(...) around an iterator; for a function, return the arrays that it closes over",
         )
     )
-
-
-def holds_tracer(value: Any) -> bool:
-    """Whether a tracer is anywhere inside a function or object: in its cells, defaults, attributes, items.
-
-    All of it is looked at, the nearest first; what the garbage collector does not track holds nothing.
-    """
-    return any(isinstance(thing, Tracer) for thing in all_within((value,), _SKIPPED))

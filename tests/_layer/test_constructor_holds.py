@@ -60,6 +60,21 @@ def fan(n: int) -> Any:
     return {"fan": n}
 
 
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def with_attribute(value: Any) -> Callable[[Any], Any]:
+    def function(x: Any) -> Any:
+        return x
+
+    vars(function)["held"] = value
+    return function
+
+
 def large(n: int) -> Any:
     return {"large": n}
 
@@ -214,6 +229,10 @@ REFUSED: dict[str, Callable[[int, nnx.Rngs], Any]] = {
     "array in Plain": lambda n, r: Plain(jnp.ones(n)),
     "Cache that holds a dict": lambda n, r: nnx.Cache({"a": jnp.zeros(n)}),
     "Unknown": lambda n, r: Unknown(a=jnp.ones(n)),
+    "Slotted": lambda n, r: Slotted(jnp.ones(n)),
+    "Plain of a deque": lambda n, r: Plain(collections.deque([linear(n, r)])),
+    "Plain ten deep": lambda n, r: functools.reduce(lambda held, _: Plain(held), range(10), jnp.ones(n)),
+    "attribute of a function": lambda n, r: with_attribute(jnp.ones(n)),
 }
 
 
@@ -233,9 +252,14 @@ def test_a_variable_of_a_size_is_refused(held: Any) -> None:
 
 
 def test_functions_and_objects_without_arrays_are_kept() -> None:
+    circle = Plain(None)
+    circle.held = circle
+
     def make(n: int, rngs: nnx.Rngs) -> Any:
-        return [functools.partial(jnp.sum, axis=n), Plain({"n": n}), lambda x: x * n]
+        dropout = functools.partial(nnx.Dropout(0.5), deterministic=True)
+        return [functools.partial(jnp.sum, axis=n), Plain({"n": n}), lambda x: x * n, Slotted(n), dropout, circle]
 
     model = LazyHolder(make=make, rngs=nnx.Rngs(0))
     model(X)
     assert model.held[0].keywords == {"axis": 4} and model.held[1].held == {"n": 4} and model.held[2](2) == 8
+    assert model.held[3].held == 4 and model.held[4](X) is X and model.held[5].held is model.held[5]
