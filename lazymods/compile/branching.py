@@ -1,7 +1,7 @@
 """Functions whose Python decides on the values of arrays: a program for each path, found again by the decisions.
 
-A :class:`BranchingProgram` is called like a :class:`~lazymods.compile.program.Program`, with the body of the present
-call besides: a decision that was not met before runs it once more, on copies of the objects of that call. So it holds
+A :class:`BranchingProgram` is called like a :class:`~lazymods.compile.program.Program`, and also gets the body of this
+call. If a decision goes a way that has no program yet, it runs that body, on copies of the call's objects. So it keeps
 no model.
 """
 

@@ -1,7 +1,7 @@
 """The shadow mode of ``lm.jit``: each call also runs in plain Python, on copies made before, and both are compared.
 
-Where a float is further off than rounding allows, plain Python is asked how far rounding goes there: the call is done
-again with noise in its inputs (``noise``).
+If a float differs by more than the tolerance, further plain runs with noise in the inputs measure how far rounding can
+move it (``noise``).
 """
 
 from __future__ import annotations

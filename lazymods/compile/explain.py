@@ -1,7 +1,7 @@
 """Why the last trace happened, in paths of the model and of the arguments.
 
 What a trace was for is kept as one line of text for each part that it depends on, by path. Two such situations are
-compared part by part, so an explanation names what a user can see, and nothing of how lazymods or Flax keep it.
+compared part by part, so an explanation names what a user can see, not how lazymods or Flax store it.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """``lm.jit``: how a call runs.
 
 The first call at a structure traces the function on copies of the user's objects (``copies``, ``trace``), compiles it
-(``program``) and keeps the program in the function's cache. If a model is lazy, it is sized before by a run without
-values (``sizing``), so that there is one trace and one compilation. Every call then:
+(``program``) and keeps the program in the function's cache. A lazy model is sized first, by an abstract evaluation
+(``sizing``), so that there is one trace and one compilation. Every call then:
 
 1. takes the arguments apart (``arguments``) and reads what the function reaches besides (``captures``);
 2. asks each model's guard whether it is as it was, and for its values (``guards``);
 3. passes them to the program, and writes back what it returns as new values of Variables.
 
-A call like the last one takes the short way, :meth:`JitFunction.__call__`: nothing is hashed, and no array is looked
-at that was there at the call before or came out of it (``launch``). Whatever does not fit leads to the long way, which
-looks for another program or makes one.
+A call like the last one takes the fast path, :meth:`JitFunction.__call__`: nothing is hashed, and arrays that the last
+call took or returned are not checked again (``launch``). Any other call takes the slow path, which looks for another
+program or makes one.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class JitFunction(Staged, Generic[P, R]):
         """Return how many compiled signatures the function keeps, and how many it may keep."""
         return self._cache.info()
 
-    # ------------------------------------------------------------ the short way
+    # ------------------------------------------------------------ the fast path
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:  # noqa: C901  one frame: another costs as much as five lines
         """Call the function, compiled."""
@@ -194,7 +194,7 @@ class JitFunction(Staged, Generic[P, R]):
             return out
         return self.replay(record, out, self.bind(args, kwargs)[1], fast.plan)
 
-    # ------------------------------------------------------------ the long way
+    # ------------------------------------------------------------ the slow path
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]

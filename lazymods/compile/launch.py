@@ -1,4 +1,4 @@
-"""Starting a compiled program without asking again what is known of its arguments.
+"""Starts a compiled program without checking arguments that are known.
 
 ``jax.jit`` looks at shape, dtype, weak type, sharding, layout and device of each argument of each call, 0.2 us for one.
 Most arguments of a model are the very arrays of the call before, or what that call returned. They are remembered here,

@@ -1,9 +1,9 @@
-"""What a trace must leave alone: whatever the function reaches that no call of its program can write to.
+"""Refuses arrays that a trace leaves behind where no call of its program can write.
 
 Lists, dicts and objects without a model, classes, modules and functions are constants of a program, as for ``jax.jit``.
-What a trace does to those happens at the trace only, which is well known of a counter of traces. An array stored there
-would be a tracer, which is of no use to anybody, and an iterator that was used up would give every call what it gave
-first: both are refused.
+What the function does to them happens while it is traced only, as a counter of traces relies on. But an array stored
+there would be a tracer, which nobody can use, and an iterator would give every call the item that it gave the trace:
+both are refused.
 """
 
 from __future__ import annotations

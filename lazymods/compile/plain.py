@@ -1,4 +1,4 @@
-"""``lm.jit`` by ``nnx.jit``, where the installed jax or flax lacks what the other way needs.
+"""``lm.jit`` by ``nnx.jit``, for a jax or flax that lacks a private name which the usual way needs.
 
 Slower at each call. Closed-over models and new structures are what ``nnx.jit`` makes of them.
 """

@@ -159,7 +159,7 @@ class Effects:
     given: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Find the short ways of doing it again."""
+        """Find what can be repeated in a shorter way."""
         self.passes_on: bool = False
         self.is_plain: bool = not (self.changes or self.made or self.given or has_objects(self.out))
 

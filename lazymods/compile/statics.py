@@ -1,4 +1,4 @@
-"""Which static values a call may return or store again and again: none that holds a tracer, none that is used up."""
+"""Which static values every call may return or store: none that holds a tracer, and none that can be used only once."""
 
 from __future__ import annotations
 
