@@ -32,7 +32,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 SAMPLE = 3  # cases of a table
-IN_CI = 20
+IN_CI = 12
 QUICK = 3  # tests of a file
 
 

@@ -191,7 +191,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], str]:
     """Return the names of the parameters that take arguments by position, and of the one that takes the rest."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # it has none that Python can tell
+    except (TypeError, ValueError):  # such as a function in C without a signature
         return [], ""
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return names, next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")

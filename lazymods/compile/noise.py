@@ -54,6 +54,6 @@ class Noise:
             return array
         old = np.asarray(array)
         directions = self._random.choice((-1.0, 1.0), old.shape) * float(jnp.finfo(old.dtype).eps)
-        with np.errstate(all="ignore"):  # of the largest number, of nan
+        with np.errstate(all="ignore"):  # the largest number overflows, nan is invalid
             new = np.where(old == np.round(old), old, old * (1 + directions)).astype(old.dtype)
         return new if isinstance(array, np.ndarray) else jax.device_put(new, array.sharding)

@@ -15,7 +15,7 @@ from lazymods._compat.finding import problem, tell
 from lazymods._errors import NOT_TRACEABLE, MissingNameError
 from lazymods._refusals import refuse_uncallable
 
-_missing = ""  # what, in the words of Python
+_missing = ""  # the missing name, as Python's error tells it
 
 
 def jit_without(error: MissingNameError) -> Callable[..., Any]:

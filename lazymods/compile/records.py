@@ -343,7 +343,7 @@ class _Writer:
         """Return an output that nothing else is: a Variable's new value can be donated by the next call."""
         out = Out(len(self._arrays), 1)
         self._arrays.append(array)
-        self._outputs[-len(self._arrays)] = out  # no object has that id
+        self._outputs[-len(self._arrays)] = out  # an id is never negative
         return out
 
     def _tree(self, value: Any) -> Any:

@@ -20,7 +20,7 @@ def refuse_unrepeatable(value: Any) -> None:
         LazyError: If it is an iterator or a coroutine, which can be used once, or if arrays of the trace are inside.
     """
     if isinstance(value, types.CoroutineType):
-        value.close()  # else Python warns of it
+        value.close()  # else Python warns that it was never awaited
     if isinstance(value, (Iterator, Awaitable, AsyncIterator)):
         raise refuse_result(value, "it can be used once, and would be empty at the next call")
     if holds_tracer(value):
