@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -65,6 +67,12 @@ class Slotted:
 
     def __init__(self, held: Any) -> None:
         self.held = held
+
+
+def ten_deep(value: Any) -> Any:
+    for _ in range(10):
+        value = Plain(value)
+    return value
 
 
 def with_attribute(value: Any) -> Callable[[Any], Any]:
@@ -231,7 +239,7 @@ REFUSED: dict[str, Callable[[int, nnx.Rngs], Any]] = {
     "Unknown": lambda n, r: Unknown(a=jnp.ones(n)),
     "Slotted": lambda n, r: Slotted(jnp.ones(n)),
     "Plain of a deque": lambda n, r: Plain(collections.deque([linear(n, r)])),
-    "Plain ten deep": lambda n, r: functools.reduce(lambda held, _: Plain(held), range(10), jnp.ones(n)),
+    "Plain ten deep": lambda n, r: ten_deep(jnp.ones(n)),
     "attribute of a function": lambda n, r: with_attribute(jnp.ones(n)),
 }
 
@@ -243,6 +251,23 @@ def test_what_can_not_be_read_is_refused_by_name(name: str) -> None:
     [problem] = caught.value.problems
     assert problem.where == "Holder.held" and "which the constructor has made" in problem.got
     assert problem.got.startswith("a ") and "LazyModuleMixin" in problem.write
+
+
+KEPT: dict[str, Callable[[int, nnx.Rngs], Any]] = {
+    "a jitted function": lambda n, r: jax.jit(lambda x: x),
+    "a logger": lambda n, r: Plain(logging.getLogger(__name__)),
+    "a lock": lambda n, r: Plain(threading.RLock()),
+    "the rngs that were given": lambda n, r: Plain(r),
+    "a graph definition": lambda n, r: Plain(nnx.graphdef(linear(n, r))),
+    "a layer without arrays": lambda n, r: Plain(nnx.Dropout(0.5)),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_holds_no_array_of_the_constructor_is_kept(name: str) -> None:
+    lazy, explicit = LazyHolder(make=KEPT[name], rngs=nnx.Rngs(0)), Holder(4, KEPT[name], rngs=nnx.Rngs(0))
+    lazy(X)
+    assert type(lazy) is Holder and type(lazy.held) is type(explicit.held)
 
 
 @pytest.mark.parametrize("held", [lambda n, r: nnx.Variable(n), lambda n, r: nnx.data([nnx.Variable(n / 2)])])
