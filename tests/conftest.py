@@ -11,6 +11,7 @@ Each process has a folder of its own, below ``LAZYMODS_TEST_PROGRAMS`` if that i
 
 import atexit
 import collections
+import gc
 import os
 import shutil
 import sys
@@ -53,6 +54,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 case.add_marker("exhaustive")
                 if i not in in_ci:
                     case.add_marker("rare")
+
+
+@pytest.hookimpl(trylast=True)  # when the fixtures are gone
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Forget what JAX keeps of a file's tests: every full garbage collection, and lm.jit needs some, looks at it."""
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
+        gc.collect()
 
 
 def sample(count: int, most: int) -> range:
