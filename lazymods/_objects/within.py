@@ -11,24 +11,29 @@ from typing import Any
 
 from jax.core import Trace, Tracer
 
-_SKIPPED = (type, Trace, types.ModuleType, types.FrameType, types.CodeType)  # no part of what holds them
+_SHARED = (type, types.ModuleType, types.CodeType)  # no part of what refers to them
+RUNNING = (Trace, types.FrameType)  # what an object refers to while it is used in a trace
 
 
-def all_within(roots: Iterable[Any], given: Container[int] = ()) -> Iterator[Any]:
+def all_within(
+    roots: Iterable[Any], skipped: tuple[type, ...] = RUNNING, given: Container[int] = ()
+) -> Iterator[Any]:
     """Yield all that is inside some objects, the nearest first.
 
-    Classes, modules, code, and traces of JAX are neither yielded nor looked into. Globals of functions, where
-    everything is, are never looked into; of a ``threading.local``, what this thread has there is.
+    Classes, modules and code are neither yielded nor looked into. Globals of functions, where everything is, are never
+    looked into; of a ``threading.local``, what this thread has there is.
 
     Args:
         roots: Where to begin; these are yielded as well.
+        skipped: Classes of what is neither yielded nor looked into, besides.
         given: Ids of objects that are left out, with what is inside of them only.
     """
+    skipped = (*_SHARED, *skipped)
     seen: set[int] = set()
     waiting = collections.deque(roots)
     while waiting:
         thing = waiting.popleft()
-        if id(thing) in seen or isinstance(thing, _SKIPPED) or id(thing) in given:
+        if id(thing) in seen or isinstance(thing, skipped) or id(thing) in given:
             continue
         seen.add(id(thing))
         yield thing
@@ -40,13 +45,14 @@ def all_within(roots: Iterable[Any], given: Container[int] = ()) -> Iterator[Any
                 waiting.append(vars(thing))
 
 
-def holds_tracer(value: Any, given: Container[int] = ()) -> bool:
+def holds_tracer(value: Any, skipped: tuple[type, ...] = (), given: Container[int] = ()) -> bool:
     """Whether a value is a tracer, or one is anywhere inside it: in cells, defaults, attributes, slots, items.
 
     Args:
         value: The value.
+        skipped: Classes of what is not looked into, besides classes, modules and code.
         given: Ids of objects that the caller has handed in; what those hold is the caller's.
     """
     if isinstance(value, Tracer):
         return True
-    return gc.is_tracked(value) and any(isinstance(thing, Tracer) for thing in all_within((value,), given))
+    return gc.is_tracked(value) and any(isinstance(thing, Tracer) for thing in all_within((value,), skipped, given))
