@@ -4,22 +4,36 @@ A plain run takes a sample of the cases of each large table, another one on each
 are marked ``exhaustive``. CI takes a larger sample; what is left out there too is marked ``rare`` as well, and
 ``python -m pytest -m ""`` takes all. A table of which some cases are asked for by name is taken as it is. ``-m quick``
 takes the first case of the first tests of each file.
+
+Two thirds of the time is XLA's, so a program is compiled once in a run and read from a folder when it is met again.
+Each process has a folder of its own, below ``LAZYMODS_TEST_PROGRAMS`` if that is set: JAX writes to it without a lock.
 """
 
+import atexit
 import collections
+import gc
 import os
+import shutil
 import sys
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "LAZYMODS_TEST_PROGRAMS" not in os.environ:  # workers are children of this process, and find it there
+    os.environ["LAZYMODS_TEST_PROGRAMS"] = tempfile.mkdtemp(prefix="lazymods-programs-")
+    atexit.register(shutil.rmtree, os.environ["LAZYMODS_TEST_PROGRAMS"], ignore_errors=True)
 
 import jax
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+_PROGRAMS = os.path.join(os.environ["LAZYMODS_TEST_PROGRAMS"], os.environ.get("PYTEST_XDIST_WORKER", "main"))
+jax.config.update("jax_compilation_cache_dir", _PROGRAMS)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 SAMPLE = 3  # cases of a table
-IN_CI = 20
+IN_CI = 12
 QUICK = 3  # tests of a file
 
 
@@ -40,6 +54,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 case.add_marker("exhaustive")
                 if i not in in_ci:
                     case.add_marker("rare")
+
+
+@pytest.hookimpl(trylast=True)  # when the fixtures are gone
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Forget what JAX keeps of a file's tests: every full garbage collection, and lm.jit needs some, looks at it."""
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
+        gc.collect()
 
 
 def sample(count: int, most: int) -> range:

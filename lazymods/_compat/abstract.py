@@ -1,4 +1,4 @@
-"""Running without values: traces that see shapes and operations alone.
+"""Abstract evaluation: traces that see shapes and operations only.
 
 Subclasses ``Trace`` and ``Tracer`` of ``jax.core``; private is what they override, and what is called beside it:
 ``Primitive.abstract_eval``, ``WrappedFun.call_wrapped``, ``jax._src.core.shaped_abstractify``. Seen to work with jax

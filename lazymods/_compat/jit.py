@@ -43,7 +43,7 @@ require(nnx.Pytree, "_check_valid_context")
 
 ARRAY: type = ArrayImpl  # the class of arrays that have values
 KEY: type = PRNGKeyArray  # the class of arrays of typed keys
-TRACE = trace_state_strong_ref  # TRACE.value is the trace that operations go to: half the price of trace_ctx
+TRACE = trace_state_strong_ref  # TRACE.value is the trace that operations go to: half the time of trace_ctx
 
 
 def is_reference(value: Any) -> bool:

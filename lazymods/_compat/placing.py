@@ -1,4 +1,4 @@
-"""Arrays of numpy on a device, for a fifth of the price of ``jax.device_put``, which is the other way.
+"""Arrays of numpy on a device, in a fifth of the time of ``jax.device_put``, which is the other way.
 
 Private: ``jax._src.interpreters.pxla.batched_device_put``, ``Sharding._device_assignment`` and
 ``jax._src.config.explicit_device_put_scope``, which a ``jax.transfer_guard`` asks for. Seen with jax 0.10.2,

@@ -1,4 +1,4 @@
-"""Running without values by ``jax.eval_shape``: the twin of :mod:`lazymods._compat.abstract`."""
+"""Abstract evaluation by ``jax.eval_shape``: the twin of :mod:`lazymods._compat.abstract`."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ class Turn(NamedTuple):
     Attributes:
         ledger: That of the stream.
         number: How many of the layers in it came before.
-        draws: How often it was thought to draw, if it is one of those that are in it; else None.
-        known: By how much these were known to draw more than was thought when it was built.
+        draws: How often it is expected to draw, if it is one of those that are in it; else None.
+        known: By how much these were known to draw more than expected when it was built.
     """
 
     ledger: Ledger

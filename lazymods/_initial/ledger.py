@@ -39,7 +39,7 @@ class Ledger:
 
     Attributes:
         key: The stream's key; None if it has no value.
-        extra: For each layer that may draw otherwise, in order: how many keys more than was thought, None if its sizes
+        extra: For each layer that may draw otherwise, in order: how many keys more than expected, None if its sizes
             are not known. A negative number: fewer.
         settled: So many of these can't be changed any more: what was drawn after them has its value.
         others: What others drew after one of them.
@@ -103,7 +103,7 @@ class Ledger:
         return self._count is not None and stream.tag == self._count.tag
 
     def correct(self, turn: int, extra: int) -> None:
-        """Note by how much a layer draws more than was thought; the stream goes on from there."""
+        """Note by how much a layer draws more than expected; the stream goes on from there."""
         more, self.extra[turn] = extra - (self.extra[turn] or 0), extra
         if not more:
             return

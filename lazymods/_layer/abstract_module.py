@@ -29,7 +29,7 @@ from lazymods._graph import dotted
 from lazymods._initial.keys import is_key
 from lazymods._initial.stacking import Shape
 from lazymods._layer.arguments import as_call
-from lazymods._layer.out_of_sight import holds_tracers
+from lazymods._objects.within import RUNNING, holds_tracer
 
 Path = tuple[Any, ...]
 
@@ -448,7 +448,7 @@ class _Reader:
         Raises:
             ConfigurationError: If it holds an array or a layer of the constructor's.
         """
-        if holds_tracers(value, self.given):
+        if holds_tracer(value, RUNNING, self.given):
             raise ConfigurationError(
                 Problem(
                     f"{self.name}.{dotted(path)}",

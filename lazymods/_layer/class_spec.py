@@ -1,4 +1,4 @@
-"""How a lazy class was asked for."""
+"""What ``lm.lazy`` was told about a class: the record from which a lazy class is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer's slots hold before its sizes are known, against those sizes."""
+"""Checks that what a lazy layer already holds fits the sizes that its first call found."""
 
 from __future__ import annotations
 

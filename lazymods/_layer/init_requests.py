@@ -1,4 +1,4 @@
-"""Slots of layers that are one call of an initializer each, with a key that the host can fold."""
+"""Which parameters one call of an initializer makes, with a random key that can be computed on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a lazy layer holds, brought to what its constructor makes at the sizes now known, three ways.
+"""Merges three ways: what was made at a probe's sizes, what is made at the real ones, what the user has changed.
 
 A layer is built as its constructor made it at some probe's sizes. What the user has changed since stays; all else gets
 the value that the constructor gives it at the real sizes: static attributes, at any depth and in containers, and the

@@ -1,4 +1,4 @@
-"""What a lazy layer holds at its sizes, where the constructor decides by a size what there is.
+"""Constructors that decide by a size which parts a layer has.
 
 A layer is built with what its constructor made at the probes' sizes. :func:`conform` brings it to what the constructor
 makes at the real ones: a shortcut that is there only where widths differ, comes or goes.

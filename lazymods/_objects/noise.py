@@ -1,8 +1,8 @@
-"""Arrays of their own for runs in plain Python, and such with noise in the last place.
+"""Copies of the arrays of a call for runs in plain Python, exact or with noise in the last bit.
 
-How far a result may be off by rounding depends on the function: Adam divides a gradient by its own size, so one that is
-0 but for rounding moves a weight by any part of a step. No tolerance is right for that, but it can be measured: a run
-whose inputs differ in the last place gives about what another order of the same operations would give.
+How much rounding can change a result depends on the function: Adam divides a gradient by its own size, so a gradient
+that is 0 except for rounding moves a weight by any part of a step. No fixed tolerance is right there, but it can be
+measured: a run whose inputs differ in the last bit gives about what another order of the same operations would give.
 """
 
 from __future__ import annotations
@@ -56,6 +56,6 @@ class Noise:
             return array
         old = np.asarray(array)
         directions = self._random.choice((-1.0, 1.0), old.shape) * self._units * float(jnp.finfo(old.dtype).eps)
-        with np.errstate(all="ignore"):  # of the largest number, of nan
+        with np.errstate(all="ignore"):  # the largest number overflows, nan is invalid
             new = np.where(old == np.round(old), old, old * (1 + directions)).astype(old.dtype)
         return new if isinstance(array, np.ndarray) else jax.device_put(new, array.sharding)

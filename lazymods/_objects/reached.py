@@ -7,14 +7,11 @@ which it is, is found out once for each.
 
 from __future__ import annotations
 
-import collections
-import gc
 import itertools
 import sys
-import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -37,30 +34,6 @@ _attributes = object.__getattribute__  # classes may answer for vars() themselve
 def is_library(name: str | None) -> bool:
     """Whether a module, by its name, is a library's: its functions don't reach the user's models by name."""
     return (name or "").partition(".")[0] in LIBRARIES
-
-
-def all_within(roots: Iterable[Any], skipped: tuple[type, ...]) -> Iterator[Any]:
-    """Yield all that is inside some objects, the nearest first: what Python's garbage collector knows of them.
-
-    Args:
-        roots: Where to begin; these are yielded as well.
-        skipped: Classes of what is neither yielded nor looked into. Globals of functions, where everything is, are
-            never looked into; of a ``threading.local``, what this thread has there is.
-    """
-    seen: set[int] = set()
-    waiting = collections.deque(roots)
-    while waiting:
-        thing = waiting.popleft()
-        if id(thing) in seen or isinstance(thing, skipped):
-            continue
-        seen.add(id(thing))
-        yield thing
-        if isinstance(thing, types.FunctionType):
-            waiting += [thing.__closure__, thing.__defaults__, thing.__kwdefaults__, vars(thing)]
-        elif gc.is_tracked(thing):
-            waiting += gc.get_referents(thing)
-            if isinstance(thing, threading.local):
-                waiting.append(vars(thing))
 
 
 def is_jit(value: Any) -> bool:

@@ -19,7 +19,7 @@ from lazymods._objects.traced_state import TracedState
 from lazymods._refusals import ArgumentError, reason_against, refusal, unreadable, used_up
 from lazymods.compile.given import Given, Orders, fresh, orders_of, put_in_order
 
-_STATIC, _AGAIN = -1, -2  # kinds of leaves: static; the input of number _AGAIN - kind once more
+_STATIC, _AGAIN = -1, -2  # kinds of leaves: static; the same object as input number _AGAIN - kind
 NUMBERS = (int, float, bool, complex, np.generic)
 
 

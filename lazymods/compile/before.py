@@ -1,4 +1,4 @@
-"""A call in plain Python, where no program can do it: if it fails, everything is as before, as after any other."""
+"""Runs a call in plain Python where no program can do it. If it raises, all that it changed is put back."""
 
 from __future__ import annotations
 

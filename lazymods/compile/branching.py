@@ -1,7 +1,7 @@
 """Functions whose Python decides on the values of arrays: a program for each path, found again by the decisions.
 
-A :class:`BranchingProgram` is called like a :class:`~lazymods.compile.program.Program`, with the body of the present
-call besides: a decision that was not met before runs it once more, on copies of the objects of that call. So it holds
+A :class:`BranchingProgram` is called like a :class:`~lazymods.compile.program.Program`, and also gets the body of this
+call. If a decision goes a way that has no program yet, it runs that body, on copies of the call's objects. So it keeps
 no model.
 """
 
@@ -57,7 +57,7 @@ class BranchingProgram:
         self.takes: list[int] = list(range(targets))
         self.at: dict[int, int] = {target: target for target in self.takes}
         self.ran = False
-        # It reaches a model that can't be an input, or a mutable array, which no path can pass on to the next: its
+        # It reaches a model that can't be an input, or a mutable array, which no path can hand to the next path: its
         # calls are done in plain Python.
         self.is_hopeless = False
         self._traced = traced
@@ -104,7 +104,7 @@ class BranchingProgram:
 
     def _trace(self, flat: list[Any]) -> tuple[Sequence[Any], Effects]:
         make_body, treedef = self._present.make_body, self._present.treedef
-        assert make_body is not None  # only a call traces
+        assert make_body is not None  # only a call of the program traces
         leaves = flat if treedef is None else treedef.unflatten(flat)
         body = make_body()
         outputs = body(leaves)

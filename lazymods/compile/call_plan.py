@@ -1,4 +1,4 @@
-"""How a call runs a program: the whole way of it that is known beforehand.
+"""How a call runs a program: all that is known before the call.
 
 A :class:`CallPlan` says in what order a program takes the values of a call, and where its outputs are written. A
 :class:`FastPath` says how to see that another call is like the last one, so that it may follow the same plan at once.
@@ -167,7 +167,7 @@ def fast_path_of(
     plan: CallPlan,
     captures: Captures,
 ) -> FastPath | None:
-    """Return how to take the short way for calls like this one; None if there is none."""
+    """Return the fast path for calls like this one; None if there is none."""
     if arguments.variables or arguments.statics or not call.is_simple or not plan.program.can_be_kept:
         return None
     if plan.program.is_hopeless if plan.branches else plan.program.record.given:

@@ -112,7 +112,7 @@ class CaptureCheck:
         """
         if self._always is not None:
             return self._always, ()
-        if self._key is not None:  # there are containers: each has to be looked into
+        if self._key is not None:  # containers: what they hold may have changed
             now = self._captures.read()
             return (tuple(now.roots), now.places) if now.key == self._key else None
         values = [source.value() for source in self._captures.sources]

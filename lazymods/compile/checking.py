@@ -1,7 +1,7 @@
 """The shadow mode of ``lm.jit``: each call also runs in plain Python, on copies made before, and both are compared.
 
-Where a float is further off than rounding allows, plain Python is asked how far rounding goes there: the call is done
-again with noise in its inputs (``noise``).
+If a float differs by more than the tolerance, further plain runs with noise in the inputs measure how far rounding can
+move it (``noise``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lazymods.compile.given import Given, with_sharing
 from lazymods.compile.shadow import compare
 from lazymods.compile.trace import Place
 
-_NOISY = (2, 16)  # a run with noise of each of these sizes tells how far rounding may go
+_NOISY = (2, 16)  # the sizes of the noise of the runs that measure the effect of rounding
 
 
 def checked(
@@ -77,7 +77,7 @@ def _results(again: Sequence[_Plain]) -> list[list[tuple[str, Any]]]:
     for plain in again:
         try:
             found.append(plain.left(plain.run()))
-        except Exception:  # with noise it may go where it raises
+        except Exception:  # noise may lead it to a branch that raises
             found.append([])
     return found
 
@@ -104,7 +104,7 @@ class _Plain:
         held = [array for array in call.constants if _compat_jit.is_reference(array)]
         own_held = list(map(own, held))
         copies = Copies(TracedState(call.reach), known={id(a): b for a, b in zip(held, own_held, strict=True)})
-        for target, leaf in zip(call.targets, call.values_of_targets(), strict=True):  # the call may donate those
+        for target, leaf in zip(call.targets, call.values_of_targets(), strict=True):  # the call may donate these
             if isinstance(target, Place):
                 copies.give(target.node, target.key, jax.tree.map(own, target.held[target.key]))
             else:

@@ -1,4 +1,4 @@
-"""Models that a function reaches in a way that nobody sees: their values would be constants of its program."""
+"""Refuses models that a function reaches unseen: their values would be constants of its program."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def jit(
     max_paths: int = 16,
     check: bool = False,
 ) -> Any:
-    """Compile a function or module: the meaning of NNX, at the price of a raw ``jax.jit`` on a flat list of arrays.
+    """Compile a function or module: the meaning of NNX, with the overhead of ``jax.jit`` on a flat list of arrays.
 
     Modules, optimizers, metrics and rngs may be arguments, anywhere in a pytree, or closed over. What the function
     does to them is done: new values, new Variables, other submodules, modes, shared references. Any change between
@@ -49,7 +49,7 @@ def jit(
     settings of JAX. Each combination is traced and compiled once, for models of equal structure together.
 
     The first call of a lazy model compiles once as well: its parameters are made, and are inputs of the program. If its
-    layers are first called inside a transform such as ``nnx.grad``, a run without values comes before and sizes them.
+    layers are first called inside a transform such as ``nnx.grad``, an abstract evaluation sizes them first.
 
     The function is traced on copies: what fails changes nothing, and other threads may use the model meanwhile.
 
@@ -68,7 +68,7 @@ def jit(
         max_paths: How many ways through Python decisions on array values one input signature may have.
         check: Run every call also in plain Python, on a deep copy made before, and compare outputs, state, structure,
             order, metadata, static attributes, sharing and random state: exactly, and floats in arrays to rounding.
-            The way to make sure, at more than the price of both. ``LAZYMODS_CHECK=1`` in the environment turns it on
+            A call then takes longer than both together. ``LAZYMODS_CHECK=1`` in the environment turns it on
             for all functions that are made.
 
     Returns:

@@ -10,6 +10,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from lazymods._errors import short_dtype
+from lazymods._recording.dot import arrow, box, digraph, ellipse
 
 
 def dot(closed: Any) -> str:
@@ -21,7 +22,7 @@ def dot(closed: Any) -> str:
     Returns:
         The text of a ``digraph``.
     """
-    return "\n".join(["digraph program {", '  node [shape=box, fontname="monospace"];', *_Drawing().lines(closed), "}"])
+    return digraph(_Drawing().lines(closed))
 
 
 class _Drawing:
@@ -34,11 +35,11 @@ class _Drawing:
         jaxpr = closed.jaxpr
         for label, variables in (("input", jaxpr.invars), ("constant", jaxpr.constvars)):
             for number, variable in enumerate(variables):
-                yield f"  {self._new(variable)} [shape=ellipse, label={_quoted(f'{label} {number}', _aval(variable))}];"
+                yield "  " + ellipse(self._new(variable), f"{label} {number}", _aval(variable))
         yield from self._operations(jaxpr, "  ")
         for number, variable in enumerate(jaxpr.outvars):
             name = f"out{number}"
-            yield f"  {name} [shape=ellipse, label={_quoted(f'output {number}', _aval(variable))}];"
+            yield "  " + ellipse(name, f"output {number}", _aval(variable))
             yield from self._edge(variable, name, "  ")
 
     def _operations(self, jaxpr: Any, indent: str) -> Iterator[str]:
@@ -47,7 +48,7 @@ class _Drawing:
             name = f"n{next(self._numbers)}"
             title = equation.params.get("name")
             operation = f"{equation.primitive} {title}" if isinstance(title, str) else str(equation.primitive)
-            yield f"{indent}{name} [label={_quoted(operation, results)}];"
+            yield indent + box(name, operation, results)
             for variable in equation.invars:
                 yield from self._edge(variable, name, indent)
             self._names.update(dict.fromkeys(equation.outvars, name))
@@ -68,7 +69,7 @@ class _Drawing:
 
     def _edge(self, variable: Any, to: str, indent: str) -> Iterator[str]:
         if not isinstance(variable, Literal) and variable in self._names:
-            yield f"{indent}{self._names[variable]} -> {to};"
+            yield indent + arrow(self._names[variable], to)
 
 
 def _is_jaxpr(value: Any) -> bool:
@@ -79,8 +80,3 @@ def _aval(variable: Any) -> str:
     aval = variable.aval
     dtype, shape = getattr(aval, "dtype", None), getattr(aval, "shape", ())
     return str(aval) if dtype is None else f"{short_dtype(dtype)}[{','.join(map(str, shape))}]"
-
-
-def _quoted(*lines: str) -> str:
-    text = "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines)
-    return f'"{text}"'

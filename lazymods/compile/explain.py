@@ -1,7 +1,7 @@
 """Why the last trace happened, in paths of the model and of the arguments.
 
 What a trace was for is kept as one line of text for each part that it depends on, by path. Two such situations are
-compared part by part, so an explanation names what a user can see, and nothing of how lazymods or Flax keep it.
+compared part by part, so an explanation names what a user can see, not how lazymods or Flax store it.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], str]:
     """Return the names of the parameters that take arguments by position, and of the one that takes the rest."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # it has none that Python can tell
+    except (TypeError, ValueError):  # such as a function in C without a signature
         return [], ""
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return names, next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")

@@ -42,7 +42,7 @@ def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), *
         >>> jax.export.deserialize(bytearray(blob)).call(jnp.ones((2, 3))).shape
         (2, 4)
     """
-    from jax import export as jax_export  # jax imports it on request only
+    from jax import export as jax_export  # jax.export is not imported with jax
 
     function = staged(fn_or_module, "lm.export")
     with function.traced(args, kwargs) as (program, call):

@@ -1,16 +1,16 @@
 """``lm.jit``: how a call runs.
 
 The first call at a structure traces the function on copies of the user's objects (``copies``, ``trace``), compiles it
-(``program``) and keeps the program in the function's cache. If a model is lazy, it is sized before by a run without
-values (``sizing``), so that there is one trace and one compilation. Every call then:
+(``program``) and keeps the program in the function's cache. A lazy model is sized first, by an abstract evaluation
+(``sizing``), so that there is one trace and one compilation. Every call then:
 
 1. takes the arguments apart (``arguments``) and reads what the function reaches besides (``captures``);
 2. asks each model's guard whether it is as it was, and for its values (``guards``);
 3. passes them to the program, and writes back what it returns as new values of Variables.
 
-A call like the last one takes the short way, :meth:`JitFunction.__call__`: nothing is hashed, and no array is looked
-at that was there at the call before or came out of it (``launch``). Whatever does not fit leads to the long way, which
-looks for another program or makes one.
+A call like the last one takes the fast path, :meth:`JitFunction.__call__`: nothing is hashed, and arrays that the last
+call took or returned are not checked again (``launch``). Any other call takes the slow path, which looks for another
+program or makes one.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from lazymods._errors import NOT_TRACEABLE, UninitializedError
 from lazymods._layer.lifecycle import LOCK
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import Reads, held_by
+from lazymods._objects.within import holds_tracer
 from lazymods._program_cache import Cache, CacheInfo
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
@@ -56,11 +57,10 @@ from lazymods.compile.records import Effects
 from lazymods.compile.replay import EffectsReplay
 from lazymods.compile.sizing import has_optimizer, size
 from lazymods.compile.stages import Staged
-from lazymods.compile.statics import holds_tracer
 from lazymods.compile.trace import Body, NotSizedError, Place, write
 
-_KEPT_SITUATIONS = 16  # for lm.explain()
-_NO_PATH = (HiddenModelError, NotSizedError, NoPathError, *NOT_TRACEABLE)  # the last: it decides in another trace
+_KEPT_SITUATIONS = 16  # how many lm.explain() compares with
+_NO_PATH = (HiddenModelError, NotSizedError, NoPathError, *NOT_TRACEABLE)  # the last: it decides inside a trace
 _TRACE, _EVAL, _FLAX = _compat_jit.TRACE, _compat_jit.EVAL, _compat_jit.FLAX
 _UNLOCKED = contextlib.nullcontext()
 
@@ -83,7 +83,7 @@ def _has_tracer(error: BaseException) -> bool:
 class JitFunction(Staged, Generic[P, R]):
     """A function compiled by :func:`lazymods.jit`."""
 
-    is_jit = True  # for whoever has to know, without importing this file
+    is_jit = True  # asked by modules that must not import this file
 
     def __init__(
         self, function: Any, donate_state: bool, static_argnames: tuple[str, ...], max_paths: int, check: bool = False
@@ -99,9 +99,10 @@ class JitFunction(Staged, Generic[P, R]):
         self._lock = threading.RLock()  # one trace at a time
         self._cache = Cache(self._forget)
         self._plans: dict[Any, CallPlan] = {}
-        self._aliases: dict[Any, Any] = {}  # by the key of a model whose attributes a call has sorted: its key before
+        # A transform of NNX sorts the attributes of a model: by the key of the sorted model, its key before.
+        self._aliases: dict[Any, Any] = {}
         self._fast: FastPath | None = None
-        self._has_signatures = False  # then it pays to look at shapes before jax.jit does
+        self._has_signatures = False  # then comparing shapes here is faster than letting jax.jit find out
         self._situations: collections.deque[TraceKey] = collections.deque(maxlen=_KEPT_SITUATIONS)
         functools.update_wrapper(self, function if hasattr(function, "__name__") else type(function))
         self.__wrapped__ = function
@@ -146,7 +147,7 @@ class JitFunction(Staged, Generic[P, R]):
         """Return how many compiled signatures the function keeps, and how many it may keep."""
         return self._cache.info()
 
-    # ------------------------------------------------------------ the short way
+    # ------------------------------------------------------------ the fast path
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:  # noqa: C901  one frame: another costs as much as five lines
         """Call the function, compiled."""
@@ -185,7 +186,7 @@ class JitFunction(Staged, Generic[P, R]):
         except OtherSignatureError:
             self._has_signatures = True
             return self._call(args, kwargs)
-        except Exception as error:  # of a new path: nothing was done yet
+        except Exception as error:  # raised while a new path was traced: nothing was done yet
             if isinstance(error, (MoreReadError, *_NO_PATH)) or _has_tracer(error):
                 return self._call(args, kwargs)
             raise
@@ -194,7 +195,7 @@ class JitFunction(Staged, Generic[P, R]):
             return out
         return self.replay(record, out, self.bind(args, kwargs)[1], fast.plan)
 
-    # ------------------------------------------------------------ the long way
+    # ------------------------------------------------------------ the slow path
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -244,7 +245,7 @@ class JitFunction(Staged, Generic[P, R]):
                     before = Snapshot(*call.reach)
                 try:
                     plan, call = self._plan(arguments, call)
-                except NOT_TRACEABLE:  # it decides on values, and what is lazy has none
+                except NOT_TRACEABLE:  # it decides on values, which a lazy model does not have
                     return self._plainly(arguments, args, kwargs)
                 self._fast = self._fast_path_of(args, kwargs, arguments, call, plan)
             if plan.branches and plan.program.is_hopeless:
@@ -257,7 +258,7 @@ class JitFunction(Staged, Generic[P, R]):
                 record, outputs = self._run(plan, call, arguments)
             except MoreReadError:
                 return self._call_outside(arguments, args, kwargs)
-            except _NO_PATH as error:  # of a new path
+            except _NO_PATH as error:  # raised while a new path was traced
                 plan.program.is_hopeless, self._fast = not isinstance(error, NotSizedError), None
                 return self._plainly(arguments, args, kwargs)
             key = (call.key, call.signature()) if record.only_sorts else None

@@ -1,4 +1,4 @@
-"""Containers among the arguments of a call: their order is seen, and what is done to them is done to the caller's.
+"""Dicts and lists among the arguments of a call: their order counts, and writes to them reach the caller's objects.
 
 ``jax.jit`` gives a function containers of its own, whose keys it has sorted, and what the function writes to those is
 lost. Here a dict comes with its keys in the caller's order, which is part of the program, and what a trace has written

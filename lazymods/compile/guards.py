@@ -31,7 +31,7 @@ from lazymods._objects.tokens import TokenKind, kind_of, token
 from lazymods._objects.traced_state import TracedState, held_by, input_of, slot_shape
 
 _numbers = itertools.count()
-_ATTEMPTS = 100  # so often is an object read that another thread changes meanwhile
+_ATTEMPTS = 100  # how often to read an object again that another thread changes meanwhile
 _BUILTIN = frozenset((dict, list, set, collections.deque, bytearray))  # classes whose objects keep them
 _attributes = object.__getattribute__  # vars() would ask the class: nnx.Optimizer has a slow __getattribute__
 
@@ -39,7 +39,7 @@ _attributes = object.__getattribute__  # vars() would ask the class: nnx.Optimiz
 class _Anything:
     """Equal to whatever stands in its place: a slot for arrays, whose changes are no change of structure."""
 
-    __array_ufunc__ = None  # numpy leaves the comparison to us
+    __array_ufunc__ = None  # so that == of an array of numpy asks this class
     __hash__ = None  # type: ignore[assignment]
     __eq__ = id  # type: ignore[assignment]  # id(other) is true, and called without a frame: this is on every call's way
 

@@ -1,4 +1,4 @@
-"""Starting a compiled program without asking again what is known of its arguments.
+"""Starts a compiled program without checking arguments that are known.
 
 ``jax.jit`` looks at shape, dtype, weak type, sharding, layout and device of each argument of each call, 0.2 us for one.
 Most arguments of a model are the very arrays of the call before, or what that call returned. They are remembered here,
@@ -27,7 +27,7 @@ _settings, _call, _is, _ref = _compat_tracing.settings, operator.call, operator.
 _ARRAY = _compat_jit.ARRAY
 _exhaust = collections.deque(maxlen=0).extend
 _FEW = 8  # one new array in so many is looked at here; more cost jax.jit less, unless they stay
-_CHANCES = 4  # so often may arrays be of other kinds than before, such as committed to their device
+_CHANCES = 4  # how often arrays may be of another kind than before, such as committed to their device
 
 
 def _nothing() -> None:
@@ -100,7 +100,7 @@ class _Ready:
         known = self._kinds[number]
         sharding = known[1] if known else self._executable.formats[self._places[number]].sharding
         aval = known[0] if known else jax.typeof(leaf)
-        if (known and known[2]) or type(sharding) is not jax.sharding.SingleDeviceSharding:  # committed, or spread
+        if (known and known[2]) or type(sharding) is not jax.sharding.SingleDeviceSharding:  # committed, or sharded
             return None
         if aval.weak_type or leaf.dtype != aval.dtype or leaf.shape != aval.shape:
             return None
@@ -133,8 +133,8 @@ class Launcher:
         self._inputs, self._state = range(inputs), range(inputs, leaves)
         self._ready: _Ready | None = None  # replaced as a whole: other threads may be using it
         self._chances = _CHANCES
-        self._first: int | None = None  # which leaf was one of too many that were new,
-        self._suspect: Any = _nothing  # and what is there at the next call if they stay
+        self._first: int | None = None  # after a call with too many new arrays: the number of one,
+        self._suspect: Any = _nothing  # and the array itself: if the next call has it again, they are kept
 
     def __call__(self, leaves: list[Any]) -> Sequence[Any]:  # noqa: C901  one frame, as in JitFunction.__call__
         """Run the program.
@@ -168,7 +168,7 @@ class Launcher:
             outputs = ready.run(leaves if ready.arrange is None else ready.arrange(leaves))
         except Exception:
             if any(leaf.is_deleted() for leaf in leaves):
-                return self._program.launch(leaves)  # for its error, which says so
+                return self._program.launch(leaves)  # for its error message
             raise
         if ready.written is None:
             ready.settle(self._writes, outputs)

@@ -1,9 +1,9 @@
-"""What a trace must leave alone: whatever the function reaches that no call of its program can write to.
+"""Refuses arrays that a trace leaves behind where no call of its program can write.
 
 Lists, dicts and objects without a model, classes, modules and functions are constants of a program, as for ``jax.jit``.
-What a trace does to those happens at the trace only, which is well known of a counter of traces. An array stored there
-would be a tracer, which is of no use to anybody, and an iterator that was used up would give every call what it gave
-first: both are refused.
+What the function does to them happens while it is traced only, as a counter of traces relies on. But an array stored
+there would be a tracer, which nobody can use, and an iterator would give every call the item that it gave the trace:
+both are refused.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from typing import Any, NamedTuple
 from jax.core import Trace, Tracer
 
 from lazymods._errors import LazyError, Problem
-from lazymods._objects.reached import MISSING, all_within, global_names, in_cell, is_library
+from lazymods._objects.reached import MISSING, global_names, in_cell, is_library
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import contents_of, held_by
+from lazymods._objects.within import all_within
 from lazymods._refusals import used_up
 from lazymods._snapshot import refill
 
 _CONTAINERS = (TokenKind.LIST, TokenKind.DICT, TokenKind.SET, TokenKind.QUEUE, TokenKind.OBJECT)
-_MAX_PARTS = 10_000  # that are looked into, of a list as well; a leak beyond them is refused too, and stays there
+_MAX_PARTS = 10_000  # of a container, that are searched; a leak beyond them is refused too, but not removed
 # a tracer is no part of these
 _SKIPPED = (type, Trace, types.ModuleType, types.FrameType, types.CodeType)
 _CACHE = type(functools.lru_cache(len))
@@ -212,13 +213,13 @@ def refuse_leaks(trace: Callable[[], Any], name: str, program: Any, given: Any) 
     Raises:
         LazyError: If that is so.
     """
-    for generation in (1, 2, 2, 2):  # what refers to itself, as a function that calls itself, lives until then
+    for generation in (1, 2, 2, 2):  # cycles, such as a function that calls itself, live until then
         if trace() is None:
             return
         _collect(generation)
     live = trace()
     held = [] if live is None else [thing for thing in gc.get_referrers(live) if isinstance(thing, Tracer)]
-    if held and not _are_of_program(held, program, given):  # what flax has made in the trace knows it too, and may stay
+    if held and not _are_of_program(held, program, given):  # objects of flax refer to the trace too
         found: dict[str, None] = {}
         for tracer in held:
             found.update(dict.fromkeys(_places_of(tracer, held)))
@@ -227,12 +228,12 @@ def refuse_leaks(trace: Callable[[], Any], name: str, program: Any, given: Any) 
 
 def _are_of_program(held: list[Any], program: Any, given: Any) -> bool:
     """Whether tracers are only in what a program or JAX keeps of the trace, and in nothing that was there before it."""
-    inside = set(map(id, all_within((program, *_caches_of_jax(held)), _SKIPPED)))
+    inside = set(map(id, all_within((program, *_caches_of_jax(held)))))
     holders = [h for h in gc.get_referrers(*held) if not isinstance(h, (types.FrameType, Tracer))]
-    asked = [h for h in holders if type(h) in (list, tuple) and [*map(id, h)] == [*map(id, held)]]  # this question
+    asked = [h for h in holders if type(h) in (list, tuple) and [*map(id, h)] == [*map(id, held)]]  # our own lists
     if not all(id(thing) in inside for thing in (*held, *holders) if not any(thing is one for one in asked)):
         return False
-    theirs = set(map(id, all_within((given,), _SKIPPED)))
+    theirs = set(map(id, all_within((given,))))
     return not any(id(tracer) in theirs for tracer in held)
 
 

@@ -97,7 +97,7 @@ def _raw(value: Any) -> Any:
 
 
 _ARRAY = tracing.array_type()
-_CONVERT = {"bool": bool, "int": int}  # all that Python gets of a value; it gets the rest whole
+_CONVERT = {"bool": bool, "int": int}  # how Python asks for a part of a value; all else is given the whole
 
 
 class Paths:

@@ -1,4 +1,4 @@
-"""``lm.jit`` by ``nnx.jit``, where the installed jax or flax lacks what the other way needs.
+"""``lm.jit`` by ``nnx.jit``, for a jax or flax that lacks a private name which the usual way needs.
 
 Slower at each call. Closed-over models and new structures are what ``nnx.jit`` makes of them.
 """
@@ -15,7 +15,7 @@ from lazymods._compat.finding import problem, tell
 from lazymods._errors import NOT_TRACEABLE, MissingNameError
 from lazymods._refusals import refuse_uncallable
 
-_missing = ""  # what, in the words of Python
+_missing = ""  # the missing name, as Python's error tells it
 
 
 def jit_without(error: MissingNameError) -> Callable[..., Any]:

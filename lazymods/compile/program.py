@@ -57,7 +57,7 @@ class Tape:
         self.constants: list[Any] = [c for n, c in enumerate(closed.consts) if n not in moved]
         self.invars: list[Any] = [closed.jaxpr.invars[n] for n in inputs] + [closed.jaxpr.constvars[n] for n in adopted]
         if moved:
-            self.closed = None  # it would keep those alive
+            self.closed = None  # it would keep the moved constants alive
         self.jaxpr: Any = closed.jaxpr
 
     def keep(self, outputs: Sequence[int]) -> None:
@@ -244,7 +244,7 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     taken = [*range(body.inputs), *(body.inputs + target for target in takes)]
     places = [place for leaf in taken for place in range(starts[leaf], starts[leaf + 1])]
     ends = itertools.accumulate((flat[leaf] for leaf in taken), initial=0)
-    inputs = [end if flat[leaf] == 1 else None for leaf, end in zip(taken, ends, strict=False)]  # its only input
+    inputs = [end if flat[leaf] == 1 else None for leaf, end in zip(taken, ends, strict=False)]  # if there is one
     numbers = {id(c): n for n, c in enumerate(closed.consts)}
     initialized = enumerate((id(raw) for _, raw in body.adopted), len(body.targets))
     adopted = [(target, numbers[mark]) for target, mark in initialized if mark in numbers]
@@ -260,7 +260,7 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     avals = [v.aval for v in outs]
     pairs = [(input_of_target.get(target), out.number) for target, out in record.writes]
     targets = dict(enumerate(body.targets))
-    own = [not is_beside(targets.get(target)) for target, _ in record.writes]  # others may hold what is beside a model
+    own = [not is_beside(targets.get(target)) for target, _ in record.writes]  # theirs may be held elsewhere
     kept = [pair for n, pair in enumerate(pairs) if n not in unchanged and own[n]]
     tape.keep(record.drop_writes(unchanged))
     donated: list[int] = []

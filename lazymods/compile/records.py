@@ -159,7 +159,7 @@ class Effects:
     given: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Find the short ways of doing it again."""
+        """Find what can be repeated in a shorter way."""
         self.passes_on: bool = False
         self.is_plain: bool = not (self.changes or self.made or self.given or has_objects(self.out))
 
@@ -343,7 +343,7 @@ class _Writer:
         """Return an output that nothing else is: a Variable's new value can be donated by the next call."""
         out = Out(len(self._arrays), 1)
         self._arrays.append(array)
-        self._outputs[-len(self._arrays)] = out  # no object has that id
+        self._outputs[-len(self._arrays)] = out  # an id is never negative
         return out
 
     def _tree(self, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Doing again what a function did, for another call: from its record and the outputs of its program."""
+"""Repeats for a call what the function did while it was traced: from its ``Effects`` and the program's outputs."""
 
 from __future__ import annotations
 

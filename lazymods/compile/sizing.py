@@ -1,4 +1,4 @@
-"""Sizing what is lazy before a function is traced: a run without values, and the parameters that it asks for."""
+"""Sizing lazy layers before a function is traced: an abstract evaluation, then the parameters that it asks for."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ class _Target:
             plan, record = CallPlan(self._program, call), self._program.record
             outputs = compiled(*self._program.arranged(plan.leaves(list(call.values)))[1])
             out = self._function.replay(record, outputs, call, plan)
-            if record.only_sorts and len(self._keys) == 1:  # the next call finds the attributes in that order
+            if record.only_sorts and len(self._keys) == 1:  # so the next call finds the attributes in the same order
                 self._keys.add(self._function.bind(args, kwargs)[1].key)
             return out
         except BaseException:

@@ -1,18 +1,13 @@
-"""Which static values a call may return or store again and again: none that holds a tracer, none that is used up."""
+"""Which static values every call may return or store: none that holds a tracer, and none that can be used only once."""
 
 from __future__ import annotations
 
-import gc
 import types
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
 
-from jax.core import Tracer
-
 from lazymods._errors import LazyError, Problem
-from lazymods._objects.reached import all_within
-
-_SKIPPED = (types.ModuleType, types.CodeType, type)  # a tracer is no part of these
+from lazymods._objects.within import holds_tracer
 
 
 def refuse_unrepeatable(value: Any) -> None:
@@ -25,10 +20,10 @@ def refuse_unrepeatable(value: Any) -> None:
         LazyError: If it is an iterator or a coroutine, which can be used once, or if arrays of the trace are inside.
     """
     if isinstance(value, types.CoroutineType):
-        value.close()  # else Python warns of it
+        value.close()  # else Python warns that it was never awaited
     if isinstance(value, (Iterator, Awaitable, AsyncIterator)):
         raise refuse_result(value, "it can be used once, and would be empty at the next call")
-    if gc.is_tracked(value) and not isinstance(value, _SKIPPED) and holds_tracer(value):
+    if holds_tracer(value):
         raise refuse_result(value, "there are arrays inside that every call computes anew")
 
 
@@ -42,11 +37,3 @@ def refuse_result(value: Any, why: str) -> LazyError:
             "list(...) around an iterator; for a function, return the arrays that it closes over",
         )
     )
-
-
-def holds_tracer(value: Any) -> bool:
-    """Whether a tracer is anywhere inside a function or object: in its cells, defaults, attributes, items.
-
-    All of it is looked at, the nearest first; what the garbage collector does not track holds nothing.
-    """
-    return any(isinstance(thing, Tracer) for thing in all_within((value,), _SKIPPED))

@@ -52,7 +52,7 @@ def lazy(*, max_ops: int | None = None, check: bool = False) -> Block:
         max_ops: Operations after which a graph is cut, which bounds the time of a compile; 20,000 if not given.
         check: Execute every operation at once as well, on values of its own, and compare each value that a cut
             computes: its type exactly, and floats to rounding. Operations with effects run once, and are not checked.
-            The way to make sure, at more than the price of both. ``LAZYMODS_CHECK=1`` in the environment turns it on
+            A block then takes longer than both together. ``LAZYMODS_CHECK=1`` in the environment turns it on
             for all blocks. In nested blocks the outermost one decides.
 
     Returns:

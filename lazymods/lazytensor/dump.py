@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from lazymods._compat import tracing
 from lazymods._errors import LazyError, Problem
+from lazymods._recording.dot import arrow, box, digraph, ellipse
 from lazymods._recording.graph import Cell, Graph, Node, Structure, graph_of, needed
 from lazymods._recording.kinds import show
 from lazymods.lazytensor.trace import LazyTensor
@@ -83,7 +84,7 @@ def dump(tree: Any, format: str = "text") -> str:
     if format == "text":
         return _text(graph.nodes, cells)
     if format == "dot":
-        return _dot(graph.nodes, cells)
+        return digraph(_lines(graph.nodes, cells))
     if format == "hlo":
         arrays = [jax.ShapeDtypeStruct(c.aval.shape, c.aval.dtype, weak_type=c.aval.weak_type) for c in graph.inputs]
         program = jax.jit(graph.structure().function(graph.places_of(cells)))
@@ -112,17 +113,15 @@ def _text(nodes: Sequence[Node], cells: Sequence[Cell]) -> str:
     return "\n".join([*lines, "return " + ", ".join(names[c] for c in cells)])
 
 
-def _dot(nodes: Sequence[Node], cells: Sequence[Cell]) -> str:
-    lines = ["digraph {", "  node [shape=box];"]
+def _lines(nodes: Sequence[Node], cells: Sequence[Cell]) -> Iterator[str]:
+    """Draw operations, each with the arrays and numbers that it takes, and the results."""
     numbers = {cell: n for n, node in enumerate(nodes) for cell in node.outputs}
     for n, node in enumerate(nodes):
-        shapes = ", ".join(show(c.aval) for c in node.outputs)
-        lines.append(f'  n{n} [label="{node.kind.name}\\n{shapes}"];')
+        yield "  " + box(f"n{n}", node.kind.name, ", ".join(show(c.aval) for c in node.outputs))
         for k, cell in enumerate(node.inputs):
-            if cell in numbers:
-                lines.append(f"  n{numbers[cell]} -> n{n};")
-            else:
-                lines.append(f'  i{n}_{k} [label="{_operand(cell, {})}", shape=ellipse];')
-                lines.append(f"  i{n}_{k} -> n{n};")
-    lines += [f'  out{k} [label="result {k}", shape=ellipse];\n  n{numbers[c]} -> out{k};' for k, c in enumerate(cells)]
-    return "\n".join([*lines, "}"])
+            if cell not in numbers:
+                yield "  " + ellipse(f"i{n}_{k}", _operand(cell, {}))
+            yield "  " + arrow(f"n{numbers[cell]}" if cell in numbers else f"i{n}_{k}", f"n{n}")
+    for k, cell in enumerate(cells):
+        yield "  " + ellipse(f"out{k}", f"result {k}")
+        yield "  " + arrow(f"n{numbers[cell]}", f"out{k}")

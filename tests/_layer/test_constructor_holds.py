@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import collections
 import functools
+import logging
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -58,6 +60,27 @@ class Plain:
 
 def fan(n: int) -> Any:
     return {"fan": n}
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+def ten_deep(value: Any) -> Any:
+    for _ in range(10):
+        value = Plain(value)
+    return value
+
+
+def with_attribute(value: Any) -> Callable[[Any], Any]:
+    def function(x: Any) -> Any:
+        return x
+
+    vars(function)["held"] = value
+    return function
 
 
 def large(n: int) -> Any:
@@ -214,6 +237,10 @@ REFUSED: dict[str, Callable[[int, nnx.Rngs], Any]] = {
     "array in Plain": lambda n, r: Plain(jnp.ones(n)),
     "Cache that holds a dict": lambda n, r: nnx.Cache({"a": jnp.zeros(n)}),
     "Unknown": lambda n, r: Unknown(a=jnp.ones(n)),
+    "Slotted": lambda n, r: Slotted(jnp.ones(n)),
+    "Plain of a deque": lambda n, r: Plain(collections.deque([linear(n, r)])),
+    "Plain ten deep": lambda n, r: ten_deep(jnp.ones(n)),
+    "attribute of a function": lambda n, r: with_attribute(jnp.ones(n)),
 }
 
 
@@ -226,6 +253,23 @@ def test_what_can_not_be_read_is_refused_by_name(name: str) -> None:
     assert problem.got.startswith("a ") and "LazyModuleMixin" in problem.write
 
 
+KEPT: dict[str, Callable[[int, nnx.Rngs], Any]] = {
+    "a jitted function": lambda n, r: jax.jit(lambda x: x),
+    "a logger": lambda n, r: Plain(logging.getLogger(__name__)),
+    "a lock": lambda n, r: Plain(threading.RLock()),
+    "the rngs that were given": lambda n, r: Plain(r),
+    "a graph definition": lambda n, r: Plain(nnx.graphdef(linear(n, r))),
+    "a layer without arrays": lambda n, r: Plain(nnx.Dropout(0.5)),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_holds_no_array_of_the_constructor_is_kept(name: str) -> None:
+    lazy, explicit = LazyHolder(make=KEPT[name], rngs=nnx.Rngs(0)), Holder(4, KEPT[name], rngs=nnx.Rngs(0))
+    lazy(X)
+    assert type(lazy) is Holder and type(lazy.held) is type(explicit.held)
+
+
 @pytest.mark.parametrize("held", [lambda n, r: nnx.Variable(n), lambda n, r: nnx.data([nnx.Variable(n / 2)])])
 def test_a_variable_of_a_size_is_refused(held: Any) -> None:
     with pytest.raises(lm.ConfigurationError, match="a number which follows from a size"):
@@ -233,9 +277,14 @@ def test_a_variable_of_a_size_is_refused(held: Any) -> None:
 
 
 def test_functions_and_objects_without_arrays_are_kept() -> None:
+    circle = Plain(None)
+    circle.held = circle
+
     def make(n: int, rngs: nnx.Rngs) -> Any:
-        return [functools.partial(jnp.sum, axis=n), Plain({"n": n}), lambda x: x * n]
+        dropout = functools.partial(nnx.Dropout(0.5), deterministic=True)
+        return [functools.partial(jnp.sum, axis=n), Plain({"n": n}), lambda x: x * n, Slotted(n), dropout, circle]
 
     model = LazyHolder(make=make, rngs=nnx.Rngs(0))
     model(X)
     assert model.held[0].keywords == {"axis": 4} and model.held[1].held == {"n": 4} and model.held[2](2) == 8
+    assert model.held[3].held == 4 and model.held[4](X) is X and model.held[5].held is model.held[5]

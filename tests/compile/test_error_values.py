@@ -83,3 +83,15 @@ def test_a_result_with_many_parts_is_refused_if_it_holds_an_array(at: int) -> No
     for _ in range(2):
         with pytest.raises(lm.LazyError, match="every call computes anew"):
             lm.jit(f)(jnp.ones(3))
+
+
+def test_a_caught_error_as_result_is_refused_since_its_traceback_holds_the_trace() -> None:
+    def f(x: jax.Array) -> Any:
+        doubled = 2 * x
+        try:
+            raise ValueError("no array in it")
+        except ValueError as error:
+            return error, doubled
+
+    with pytest.raises(lm.LazyError, match="a ValueError: there are arrays inside"):
+        lm.jit(f)(jnp.ones(3))

@@ -57,7 +57,7 @@ def check(call: Any, model: Callable[..., Any], x: Any) -> None:
     np.testing.assert_allclose(call(x), model(jnp.asarray(x)), rtol=1e-6)
 
 
-# ---------------------------------------------------------------- what goes the short way
+# ---------------------------------------------------------------- what takes the fast path
 
 
 def test_known_arrays_are_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:

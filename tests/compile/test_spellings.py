@@ -43,7 +43,7 @@ def test_all_ways_of_giving_the_same_are_one_program(first: int) -> None:
 
     def all_twice() -> None:
         for spelling in order:
-            for _ in range(3):  # the short way too
+            for _ in range(3):  # the fast path too
                 np.testing.assert_allclose(spelling(call, model, X, 2.0), want, rtol=1e-6)
 
     assert traces(all_twice) == 1 and call.cache_info().currsize == 1

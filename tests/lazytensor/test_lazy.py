@@ -365,16 +365,16 @@ def test_dumps():
         text, dot = lt.dump([y]), lt.dump([y], "dot")
     assert text == "%0 = sin(array: f32[8]) -> f32[8]\n%1 = mul(%0, array: f32[8]) -> f32[8]\nreturn %1"
     assert dot == (
-        "digraph {\n"
-        "  node [shape=box];\n"
+        "digraph program {\n"
+        '  node [shape=box, fontname="monospace"];\n'
         '  n0 [label="sin\\nf32[8]"];\n'
-        '  i0_0 [label="array: f32[8]", shape=ellipse];\n'
+        '  i0_0 [shape=ellipse, label="array: f32[8]"];\n'
         "  i0_0 -> n0;\n"
         '  n1 [label="mul\\nf32[8]"];\n'
         "  n0 -> n1;\n"
-        '  i1_1 [label="array: f32[8]", shape=ellipse];\n'
+        '  i1_1 [shape=ellipse, label="array: f32[8]"];\n'
         "  i1_1 -> n1;\n"
-        '  out0 [label="result 0", shape=ellipse];\n'
+        '  out0 [shape=ellipse, label="result 0"];\n'
         "  n1 -> out0;\n"
         "}"
     )

@@ -33,7 +33,7 @@ def rngs() -> nnx.Rngs:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ""])
-def test_row_129_report_a28_lazy_models_are_not_written(tmp_path: Path, suffix: str) -> None:
+def test_lazy_models_are_not_written(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(lm.UninitializedError) as caught:
         lm.save(lazy_mlp(), tmp_path / f"m{suffix}")
     assert all(name in str(caught.value) for name in ("fc1.kernel", "fc1.bias", "fc2.kernel", "fc2.bias"))
@@ -41,7 +41,7 @@ def test_row_129_report_a28_lazy_models_are_not_written(tmp_path: Path, suffix: 
 
 
 @pytest.mark.parametrize("tracked", [True, False])
-def test_row_106_report_b63_num_batches_tracked_is_taken_and_not_needed(tmp_path: Path, tracked: bool) -> None:
+def test_num_batches_tracked_is_taken_and_not_needed(tmp_path: Path, tracked: bool) -> None:
     tensors = {f"m.{n}": values(5) for n in ("weight", "bias", "running_mean", "running_var")}
     extra = {"m.num_batches_tracked": np.array(7)} if tracked else {}
     model = load(tmp_path, nnx.Dict(m=lm.LazyBatchNorm(rngs=rngs())), tensors | extra)
@@ -57,7 +57,7 @@ def test_row_106_report_b63_num_batches_tracked_is_taken_and_not_needed(tmp_path
     ],
     ids=["k4s4", "k3s2p1o1"],
 )
-def test_report_b54_a_transposed_convolution_is_torch_s(
+def test_a_transposed_convolution_is_torch_s(
     tmp_path: Path, torch_options: dict[str, int], padding: Any
 ) -> None:
     torch = pytest.importorskip("torch", reason="PyTorch tells the values")
@@ -77,7 +77,7 @@ class Raw(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((2, 3, 4)))
 
 
-def test_report_b56_the_module_s_type_tells_the_layout(tmp_path: Path) -> None:
+def test_the_module_s_type_tells_the_layout(tmp_path: Path) -> None:
     """Not the rank: a three-dimensional weight of another module stays as it is."""
     model = nnx.Dict(
         fc=lm.LazyLinear(4, use_bias=False, rngs=rngs()),
@@ -97,7 +97,7 @@ def test_report_b56_the_module_s_type_tells_the_layout(tmp_path: Path) -> None:
     assert_same_bits(model.raw.weight[...], tensors["raw.weight"])
 
 
-def test_report_b57_square_weights_by_value(tmp_path: Path) -> None:
+def test_square_weights_by_value(tmp_path: Path) -> None:
     model = nnx.Dict(
         fc=lm.LazyLinear(8, rngs=rngs()), table=lm.LazyEmbed(8, 8, rngs=rngs()), norm=lm.LazyLayerNorm(rngs=rngs())
     )
@@ -109,7 +109,7 @@ def test_report_b57_square_weights_by_value(tmp_path: Path) -> None:
     assert_same_bits(model.norm.scale[...], tensors["norm.weight"])
 
 
-def test_row_206_dtype_names_are_kept_beside_the_bytes(tmp_path: Path) -> None:
+def test_dtype_names_are_kept_beside_the_bytes(tmp_path: Path) -> None:
     value = np.arange(8).astype(ml_dtypes.bfloat16)
     lm.save(nnx.Dict(a=nnx.Param(jnp.asarray(value))), tmp_path / "m.npz")
     model = nnx.Dict(a=nnx.Param(jnp.zeros(8, jnp.bfloat16)))
@@ -117,7 +117,7 @@ def test_row_206_dtype_names_are_kept_beside_the_bytes(tmp_path: Path) -> None:
     assert_same_bits(model.a[...], value)
 
 
-def test_report_b38_a_file_holds_names_and_arrays_only(tmp_path: Path) -> None:
+def test_a_file_holds_names_and_arrays_only(tmp_path: Path) -> None:
     """No GraphDef, no version of Flax: what was written by one is read by the other."""
     from safetensors import safe_open
 
@@ -126,7 +126,7 @@ def test_report_b38_a_file_holds_names_and_arrays_only(tmp_path: Path) -> None:
         assert (file.metadata(), sorted(file.keys())) == (None, ["bias", "kernel"])
 
 
-def test_report_b43_rename_maps_names_and_tells_what_is_left(tmp_path: Path) -> None:
+def test_rename_maps_names_and_tells_what_is_left(tmp_path: Path) -> None:
     save_file({"block_1/w": values(3, 4), "block_1/b": values(4), "step": values(1)}, tmp_path / "m.safetensors")
     model = nnx.Dict(fc=lm.LazyLinear(4, rngs=rngs()))
     pairs = [("^block_1/", "fc."), (r"w$", "kernel"), (r"b$", "bias")]

@@ -100,7 +100,7 @@ def test_first_and_second_call(case: Case) -> None:
     assert_same_model(lazy, want)
 
 
-def test_row_16_second_call_is_the_plain_function() -> None:
+def test_second_call_is_the_plain_function() -> None:
     layer, x = LINEAR.lazy(), array(5, 5)
     layer.bias[...] = array(10, seed=3)
     assert float(jnp.abs(layer(x)).min()) > 0
@@ -154,7 +154,7 @@ def test_lazy_into_ready_is_refused(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.shapes], ids=lambda c: f"row_{c.rows[2]}-{c.name}")
-def test_row_60_without_any_parameter_the_first_call_tells(case: Case) -> None:
+def test_without_any_parameter_the_first_call_tells(case: Case) -> None:
     lazy, want, x = case.lazy(), case.explicit(), array(*case.input)
     assert lm.load_state_dict(lazy, lm.state_dict(want)) == ([], [], [])
     assert lm.is_lazy(lazy) and not lm.has_uninitialized_params(lazy)
@@ -163,7 +163,7 @@ def test_row_60_without_any_parameter_the_first_call_tells(case: Case) -> None:
     assert_same_model(lazy, want)
 
 
-def test_row_21_loaded_weights_are_not_drawn_again() -> None:
+def test_loaded_weights_are_not_drawn_again() -> None:
     lazy, source, x = LINEAR.lazy(), LINEAR.explicit(7), array(5, 5)
     lm.load_state_dict(lazy, lm.state_dict(source))
     assert lazy.in_features == 5
@@ -194,7 +194,7 @@ def test_transposed_convolution_by_keyword(lazy_cls: Any, rank: int) -> None:
     assert_same_model(lazy, want)
 
 
-def test_row_36_further_arguments_of_the_forward_reach_it() -> None:
+def test_further_arguments_of_the_forward_reach_it() -> None:
     lazy, want, x = (lm.LazyMultiHeadAttention(2, decode=False, rngs=nnx.Rngs(0)),
                      nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0)), array(1, 3, 4))
     mask = nnx.make_causal_mask(jnp.ones((1, 3)))
@@ -202,7 +202,7 @@ def test_row_36_further_arguments_of_the_forward_reach_it() -> None:
     assert_same_bits(lm.LazyLinear(2, rngs=nnx.Rngs(0))(x, out_sharding=None), nnx.Linear(4, 2, rngs=nnx.Rngs(0))(x))
 
 
-def test_row_54_batch_norm_load_then_evaluate() -> None:
+def test_batch_norm_load_then_evaluate() -> None:
     source, x = nnx.BatchNorm(16, rngs=nnx.Rngs(0)), array(2, 3, 4, 16)
     source(x + 2)
     lazy = lm.LazyBatchNorm2d(use_running_average=True, rngs=nnx.Rngs(0))
@@ -213,13 +213,13 @@ def test_row_54_batch_norm_load_then_evaluate() -> None:
 
 @pytest.mark.parametrize("lazy_cls, shape", [(lm.LazyBatchNorm1d, (4, 3)), (lm.LazyBatchNorm2d, (4, 5, 6, 3)),
                                              (lm.LazyBatchNorm3d, (2, 3, 4, 5, 3))], ids=["1d", "2d", "3d"])
-def test_row_63_norms_by_keyword(lazy_cls: Any, shape: tuple[int, ...]) -> None:
+def test_norms_by_keyword(lazy_cls: Any, shape: tuple[int, ...]) -> None:
     lazy, want, x = lazy_cls(rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)), array(*shape)
     assert_same_bits(lazy(x=x), want(x=x))
     assert_same_model(lazy, want)
 
 
-def test_row_68_chained() -> None:
+def test_layers_in_a_chain() -> None:
     r = nnx.Rngs(0)
     net = nnx.Sequential(lm.LazyLinear(15, rngs=r), lm.LazyLinear(10, rngs=r))
     net(array(5, 10))
@@ -234,7 +234,7 @@ def test_row_68_chained() -> None:
                                           (lm.LazyConv2d(4, 3, rngs=nnx.Rngs(0)), "(3, 3, ?, 4)"),
                                           (lm.LazyBatchNorm1d(rngs=nnx.Rngs(0)), "(?,)")],
                          ids=["Linear", "Conv2d", "BatchNorm1d"])
-def test_row_86_repr_before_the_first_call(layer: Any, known: str) -> None:
+def test_repr_before_the_first_call(layer: Any, known: str) -> None:
     text = repr(layer)
     assert text.startswith(type(layer).__name__) and known in text
     assert "in_features=0" not in text and "num_features=0" not in text
@@ -300,21 +300,21 @@ def test_refused_first_call_changes_nothing(case: Bad) -> None:
     assert_same_model(layer, want)
 
 
-def test_row_84_a_zero_width_input_leaves_no_garbage() -> None:
+def test_a_zero_width_input_leaves_no_garbage() -> None:
     norm = lm.LazyLayerNorm(rngs=nnx.Rngs(0))
     with pytest.raises(lm.ShapeInferenceError, match="num_features=0"):
         norm(array(2, 0))
     assert lm.uninitialized_paths(norm) == ["scale", "bias"]
 
 
-def test_row_94_batch_norm_of_a_single_row_is_flax_s() -> None:
+def test_batch_norm_of_a_single_row_is_flax_s() -> None:
     lazy, want, x = lm.LazyBatchNorm1d(rngs=nnx.Rngs(0)), nnx.BatchNorm(3, rngs=nnx.Rngs(0)), array(1, 3)
     assert_same_bits(lazy(x), want(x))
     np.testing.assert_allclose(lazy.mean[...], 0.01 * x[0], rtol=1e-6)
     np.testing.assert_allclose(lazy.var[...], 0.99, rtol=1e-6)
 
 
-def test_row_96_groups_that_do_not_divide_the_output() -> None:
+def test_groups_that_do_not_divide_the_output() -> None:
     with pytest.raises(ValueError):
         nnx.Conv(4, 5, (3, 3), feature_group_count=2, rngs=nnx.Rngs(0))(array(1, 4, 4, 4))
     with pytest.raises(lm.LazyError):  # at construction or at the first call, and lazy still
@@ -337,14 +337,14 @@ def test_convolution_ranks(lazy_cls: Any, shape: tuple[int, ...], rank: int) -> 
     assert_same_model(lazy, want)
 
 
-def test_row_100_batch_norm_evaluated_first() -> None:
+def test_batch_norm_evaluated_first() -> None:
     lazy, x = lm.LazyBatchNorm(use_running_average=True, epsilon=0.0, rngs=nnx.Rngs(0)), array(4, 3)
     assert_same_bits(lazy(x), x)  # mean 0, variance 1
     assert_same_bits(lazy.mean[...], jnp.zeros(3))
     assert_same_bits(lazy.var[...], jnp.ones(3))
 
 
-def test_row_101_batch_norm_without_scale_and_bias_still_knows_its_size() -> None:
+def test_batch_norm_without_scale_and_bias_still_knows_its_size() -> None:
     lazy = lm.LazyBatchNorm1d(use_scale=False, use_bias=False, rngs=nnx.Rngs(0))
     lazy(array(4, 3))
     assert type(lazy) is nnx.BatchNorm and lazy.num_features == 3
@@ -355,13 +355,13 @@ def ramp(key: Any, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return jnp.arange(shape[0], dtype=dtype)
 
 
-def test_row_102_report_a29_instance_norm_has_flax_s_defaults() -> None:
+def test_instance_norm_has_flax_s_defaults() -> None:
     lazy, want = lm.LazyInstanceNorm(rngs=nnx.Rngs(0)), nnx.InstanceNorm(5, scale_init=ramp, rngs=nnx.Rngs(0))
     assert lm.load_state_dict(lazy, lm.state_dict(want)) == ([], [], [])
     assert_same_model(lazy, want)
 
 
-def test_row_105_loaded_statistics_are_used_and_kept() -> None:
+def test_loaded_statistics_are_used_and_kept() -> None:
     lazy = lm.LazyBatchNorm1d(use_running_average=True, epsilon=0.0, rngs=nnx.Rngs(0))
     entries = {"mean": jnp.array([1.0, 2.0]), "var": jnp.array([4.0, 16.0]), "scale": jnp.array([2.0, 4.0]),
                "bias": jnp.array([0.5, -0.5])}

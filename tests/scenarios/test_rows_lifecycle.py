@@ -27,7 +27,7 @@ def plain(size: int = 3, out: int = 4, **options: Any) -> Any:
 # ---------------------------------------------------------------- hooks
 
 
-def test_row_22_pre_hook_on_the_first_call() -> None:
+def test_pre_hook_on_the_first_call() -> None:
     layer, seen, x = lazy(), [], array(2, 3)
 
     def add_one(module: Any, args: Any) -> Any:
@@ -40,7 +40,7 @@ def test_row_22_pre_hook_on_the_first_call() -> None:
     assert seen == [(2, 3)] * 2
 
 
-def test_row_23_forward_hook_on_the_first_call() -> None:
+def test_forward_hook_on_the_first_call() -> None:
     layer = lazy()
     lm.register_forward_hook(layer, lambda module, args, output: jnp.full_like(output, 7.0))
     assert_same_bits(layer(array(2, 3)), jnp.full((2, 4), 7.0))
@@ -48,7 +48,7 @@ def test_row_23_forward_hook_on_the_first_call() -> None:
 
 
 @pytest.mark.parametrize("prepend", [False, True], ids=["sees_the_ready_layer", "prepended_sees_the_lazy_layer"])
-def test_row_76_order_of_hooks(prepend: bool) -> None:
+def test_order_of_hooks(prepend: bool) -> None:
     layer, seen = lazy(), []
     lm.register_forward_pre_hook(layer, lambda m, args: seen.append((lm.is_lazy(m), m.kernel.shape)), prepend=prepend)
     layer(array(2, 3))
@@ -59,7 +59,7 @@ def narrow(module: Any, args: Any) -> Any:
     return (args[0][..., :2],)
 
 
-def test_row_77_a_hook_that_narrows_the_input() -> None:
+def test_a_hook_that_narrows_the_input() -> None:
     layer, x = lazy(), array(2, 3)
     handle = lm.register_forward_pre_hook(layer, narrow)
     with pytest.raises((TypeError, lm.ShapeInferenceError)):  # sized for 3, given 2
@@ -71,7 +71,7 @@ def test_row_77_a_hook_that_narrows_the_input() -> None:
     assert layer.in_features == 2
 
 
-def test_row_78_another_class_s_forward_is_refused() -> None:
+def test_another_class_s_forward_is_refused() -> None:
     layer = lazy()
     with pytest.raises(lm.UninitializedError, match=r"lm\.materialize"):
         nnx.Linear.__call__(layer, array(2, 3))
@@ -111,12 +111,12 @@ class HalfDone(Nothing):
         self.w.materialize(x.shape[-1:])
 
 
-def test_row_79_initialize_parameters_is_missing() -> None:
+def test_initialize_parameters_is_missing() -> None:
     with pytest.raises(NotImplementedError, match=r"Nothing must define initialize_parameters"):
         Nothing()(array(2, 3))
 
 
-def test_row_80_initialize_parameters_leaves_a_slot() -> None:
+def test_initialize_parameters_leaves_a_slot() -> None:
     model = nnx.Sequential(HalfDone())
     with pytest.raises(lm.UninitializedError) as error:
         model(array(2, 3))
@@ -125,7 +125,7 @@ def test_row_80_initialize_parameters_leaves_a_slot() -> None:
     assert lm.uninitialized_paths(model) == ["layers.0.w", "layers.0.v"]  # the other is empty again
 
 
-def test_row_81_report_a11_without_a_class_to_become() -> None:
+def test_without_a_class_to_become() -> None:
     layer = LazyDoubling()
     assert_same_bits(layer(jnp.ones((1, 3))), jnp.full((1, 3), 2.0))
     assert type(layer) is LazyDoubling and not lm.is_lazy(layer)
@@ -143,7 +143,7 @@ class Scaled(lm.LazyLinear):
         return jnp.linalg.norm(self.kernel[...])
 
 
-def test_row_82_a_subclass_keeps_its_methods() -> None:
+def test_a_subclass_keeps_its_methods() -> None:
     layer, x = Scaled(4, rngs=nnx.Rngs(0)), array(2, 3)
     for _ in range(2):
         assert_same_bits(layer(x), 2 * plain()(x))
@@ -151,7 +151,7 @@ def test_row_82_a_subclass_keeps_its_methods() -> None:
     assert_same_bits(layer.norm(), jnp.linalg.norm(plain().kernel[...]))
 
 
-def test_row_85_an_init_pass_over_a_lazy_model_is_refused() -> None:
+def test_an_init_pass_over_a_lazy_model_is_refused() -> None:
     model = lazy_mlp()
     with pytest.raises(lm.UninitializedError, match=r"fc1\.bias|fc1\.kernel"):
         for _, p in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -178,7 +178,7 @@ def trained(model: Any, optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), *OPTIMIZERS.values()], ids=["sgd", *OPTIMIZERS])
-def test_row_69_an_optimizer_made_before_the_first_call(tx: Any) -> None:
+def test_an_optimizer_made_before_the_first_call(tx: Any) -> None:
     model = lazy(2)
     optimizer, kernel = lm.LazyOptimizer(model, tx, wrt=nnx.Param), model.kernel
     model(array(2, 3))
@@ -191,7 +191,7 @@ def test_row_69_an_optimizer_made_before_the_first_call(tx: Any) -> None:
 
 
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_rows_70_and_187_an_optimizer_with_state_is_refused(tx: Any) -> None:
+def test_an_optimizer_with_state_is_refused(tx: Any) -> None:
     model = lazy_mlp()
     with pytest.raises(lm.UninitializedError, match=r"fc1\.(bias|kernel) \(UninitializedParameter of LazyLinear\)"):
         nnx.Optimizer(model, tx, wrt=nnx.Param)
@@ -228,7 +228,7 @@ def tied_pair(seed: int = 0) -> Any:
 
 
 @pytest.mark.parametrize("copier", COPIES.values(), ids=COPIES)
-def test_row_124_a_tie_holds(copier: Callable[[Any], Any]) -> None:
+def test_a_tie_holds(copier: Callable[[Any], Any]) -> None:
     pair = copier(tied_pair())
     assert len(nnx.to_flat_state(nnx.state(pair, nnx.Param))) == 3  # counted once
     pair[0].kernel.dtype = jnp.bfloat16
@@ -248,7 +248,7 @@ def twice(layer: Any) -> Any:
     return nnx.Sequential(layer, layer)
 
 
-def test_row_125_the_same_layer_twice() -> None:
+def test_the_same_layer_twice() -> None:
     model, want, x = twice(lazy()), twice(plain(4)), array(2, 4)
     assert list(lm.state_dict(model)) == ["layers.0.kernel", "layers.0.bias", "layers.1.kernel", "layers.1.bias"]
     assert_same_bits(model(x), want(x))
@@ -256,7 +256,7 @@ def test_row_125_the_same_layer_twice() -> None:
 
 
 @pytest.mark.parametrize("use", [lm.materialize, lm.infer_shapes], ids=["materialize", "infer_shapes"])
-def test_row_125_the_same_layer_twice_at_two_widths(use: Callable[..., Any]) -> None:
+def test_the_same_layer_twice_at_two_widths(use: Callable[..., Any]) -> None:
     model = twice(lazy())
     with pytest.raises(lm.ShapeInferenceError) as error:
         use(model, spec(2, 3))
@@ -276,7 +276,7 @@ def test_the_copy_alone_is_called(copier: Callable[[Any], Any], kind: Any) -> No
     assert not lm.has_uninitialized_params(twin) and lm.uninitialized_paths(layer) == before
 
 
-def test_row_128_a_pickle_keeps_what_is_known() -> None:
+def test_a_pickle_keeps_what_is_known() -> None:
     layer = lazy(param_dtype=jnp.float16, kernel_metadata={"out_sharding": None, "tag": "here"})
     layer.bias.set_metadata(frozen=True)
     twin = pickle.loads(pickle.dumps(layer))
@@ -286,7 +286,7 @@ def test_row_128_a_pickle_keeps_what_is_known() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", jnp.float16], ids=["type", "name", "half"])
-def test_row_130_report_a26_every_spelling_of_a_dtype(dtype: Any) -> None:
+def test_every_spelling_of_a_dtype(dtype: Any) -> None:
     by_argument, by_slot, at_the_end = lazy_mlp(), lazy_mlp(), lazy_mlp()
     for placeholder in lm.state_dict(by_slot).values():
         placeholder.dtype = dtype
@@ -300,7 +300,7 @@ def test_row_130_report_a26_every_spelling_of_a_dtype(dtype: Any) -> None:
     assert {p.dtype for row in report.rows for p in row.parameters} == {jnp.dtype(dtype)}
 
 
-def test_row_131_report_a7_counting() -> None:
+def test_parameters_are_counted() -> None:
     model = nnx.Sequential(plain(), lazy(out=5))
     report = lm.summary(model)
     assert [row.size for row in report.rows] == [16, None]
@@ -309,14 +309,14 @@ def test_row_131_report_a7_counting() -> None:
     assert lm.infer_shapes(model, spec(2, 3)).total_parameters == 16 + 25
 
 
-def test_row_132_report_a19_no_gradient_is_empty() -> None:
+def test_no_gradient_is_empty() -> None:
     model, x = lazy_mlp(), array(2, 8)
     for grad in (nnx.grad, nnx.value_and_grad):
         with pytest.raises(lm.UninitializedError, match="parameters to differentiate with respect to"):
             grad(lambda m: m(x).sum())(model)
 
 
-def test_row_133_an_abstract_model_is_lazy_still() -> None:
+def test_an_abstract_model_is_lazy_still() -> None:
     abstract = nnx.eval_shape(lazy_mlp)
     assert sorted(lm.uninitialized_paths(abstract)) == ["fc1.bias", "fc1.kernel", "fc2.bias", "fc2.kernel"]
     assert abstract.fc1.kernel.shape == (None, 16)
@@ -347,7 +347,7 @@ def test_a_lazy_model_as_argument_is_refused(transform: Callable[[Any, Any], Any
     assert_same_bits(model(x), plain_mlp()(x))
 
 
-def test_row_137_a_compiled_model_takes_other_batch_sizes() -> None:
+def test_a_compiled_model_takes_other_batch_sizes() -> None:
     model, want = lazy_mlp(), plain_mlp()
     run = nnx.jit(lambda m, x: m(x))
     for batch in (2, 5):
@@ -355,7 +355,7 @@ def test_row_137_a_compiled_model_takes_other_batch_sizes() -> None:
         assert_same_model(model, want)
 
 
-def test_row_138_export_with_a_symbolic_batch() -> None:
+def test_export_with_a_symbolic_batch() -> None:
     model, want = lazy_mlp(), plain_mlp()
     (batch,) = export.symbolic_shape("b")
     exported = export.export(jax.jit(lambda x: model(x)))(jax.ShapeDtypeStruct((batch, 8), jnp.float32))
@@ -364,7 +364,7 @@ def test_row_138_export_with_a_symbolic_batch() -> None:
         assert jnp.allclose(exported.call(array(n, 8)), want(array(n, 8)), rtol=1e-6)
 
 
-def test_row_138_a_symbolic_feature_axis_is_refused() -> None:
+def test_a_symbolic_feature_axis_is_refused() -> None:
     model = lazy_mlp()
     (features,) = export.symbolic_shape("f")
     with pytest.raises(lm.ShapeInferenceError, match="symbolic size"):
@@ -372,14 +372,14 @@ def test_row_138_a_symbolic_feature_axis_is_refused() -> None:
     assert lm.is_lazy(model.fc1)
 
 
-def test_row_139_vmap_on_the_first_call() -> None:
+def test_vmap_on_the_first_call() -> None:
     model, want, x = lazy_mlp(), plain_mlp(), array(2, 8)
     assert jnp.allclose(jax.vmap(model)(x), want(x), rtol=1e-6)
     assert_same_model(model, want)
 
 
 @pytest.mark.parametrize("jit", [False, True], ids=["python", "jit"])
-def test_row_140_report_a34_a_functional_call_leaves_the_model_as_it_is(jit: bool) -> None:
+def test_a_functional_call_leaves_the_model_as_it_is(jit: bool) -> None:
     model, want, x = lazy_mlp(), plain_mlp(seed=4), array(2, 8)
     graphdef, _ = nnx.split(model)
 
@@ -405,7 +405,7 @@ def test_another_width_afterwards(row: str, use: Callable[..., Any]) -> None:
     assert_same_model(model, want)
 
 
-def test_row_142_report_a15_lazy_layers_draw_where_explicit_ones_do() -> None:
+def test_lazy_layers_draw_where_explicit_ones_do() -> None:
     def mixed(size: int | None) -> Any:
         r = nnx.Rngs(7)
         first = lm.LazyLinear(6, rngs=r) if size is None else nnx.Linear(size, 6, rngs=r)
@@ -417,7 +417,7 @@ def test_row_142_report_a15_lazy_layers_draw_where_explicit_ones_do() -> None:
     assert_same_model(model, want)
 
 
-def test_row_143_report_a35_no_pass_sees_a_size_of_zero() -> None:
+def test_no_pass_sees_a_size_of_zero() -> None:
     norm = lm.LazyBatchNorm(rngs=nnx.Rngs(0))
     assert not hasattr(norm, "num_features")
     with pytest.raises(lm.UninitializedError, match="num_features"):
@@ -431,7 +431,7 @@ def test_row_143_report_a35_no_pass_sees_a_size_of_zero() -> None:
 
 
 @pytest.mark.parametrize("lazy_cls", [lm.LazyBatchNorm1d, lm.LazyBatchNorm, lm.LazyLayerNorm, lm.LazyInstanceNorm1d])
-def test_row_144_a_size_given_by_habit_is_no_epsilon(lazy_cls: Any) -> None:
+def test_a_size_given_by_habit_is_no_epsilon(lazy_cls: Any) -> None:
     with pytest.raises(TypeError, match="keyword") as error:
         lazy_cls(64, rngs=nnx.Rngs(0))
     assert isinstance(error.value, lm.LazyError) and lazy_cls.__name__ in str(error.value)

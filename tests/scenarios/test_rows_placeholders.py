@@ -108,14 +108,14 @@ def test_sharing_memory_is_refused(cls: Any, target: Any) -> None:
 # ---------------------------------------------------------------- dtype and device
 
 
-def test_row_64_default_dtype() -> None:
+def test_default_dtype() -> None:
     p = lm.UninitializedParameter()
     p.materialize((10,))
     assert p.dtype == jnp.float32 and type(p) is nnx.Param
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.complex64, jnp.int32], ids=str)
-def test_row_65_the_dtype_set_while_lazy_is_the_one_used(dtype: Any) -> None:
+def test_the_dtype_set_while_lazy_is_the_one_used(dtype: Any) -> None:
     p = lm.UninitializedParameter((None,), init=nnx.initializers.ones)
     p.dtype = dtype
     assert p.dtype == dtype
@@ -123,7 +123,7 @@ def test_row_65_the_dtype_set_while_lazy_is_the_one_used(dtype: Any) -> None:
     assert_same_bits(p[...], jnp.ones(10, dtype))
 
 
-def test_row_66_default_device() -> None:
+def test_default_device() -> None:
     p = lm.UninitializedParameter()
     p.materialize((10,))
     assert p[...].devices() == {jnp.zeros(()).device}
@@ -145,7 +145,7 @@ assert placed[...].devices() == {second}
 """
 
 
-def test_rows_67_and_186_the_device_chosen_while_lazy() -> None:
+def test_the_device_chosen_while_lazy() -> None:
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", TWO_DEVICES], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -220,7 +220,7 @@ def test_a_partial_shape_is_refused_by_jax(use: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize("cls, target", PARAM_OR_BUFFER, ids=["param", "buffer"])
-def test_row_169_construct(cls: Any, target: Any) -> None:
+def test_a_placeholder_is_constructed(cls: Any, target: Any) -> None:
     init = nnx.initializers.ones
     p = cls((None, 3), dtype="float16", init=init, key=jax.random.key(0), tag="here", out_sharding=None)
     assert isinstance(p, lm.UninitializedVariable) and isinstance(p, target)
@@ -230,12 +230,12 @@ def test_row_169_construct(cls: Any, target: Any) -> None:
     assert_same_bits(p[...], jnp.ones((2, 3), jnp.float16))
 
 
-def test_row_170_repr() -> None:
+def test_the_repr_of_a_placeholder() -> None:
     assert repr(kernel()) == "UninitializedParameter(shape=(?, 10), dtype=float32)"
     assert repr(lm.UninitializedBuffer((3, None), dtype=jnp.int32)) == "UninitializedBuffer(shape=(3, ?), dtype=int32)"
 
 
-def test_row_171_shape_is_what_is_known_of_it() -> None:
+def test_shape_is_what_is_known_of_it() -> None:
     assert kernel().shape == (None, 10) and kernel().ndim == 2
     unknown = lm.UninitializedParameter()
     for read in (lambda: unknown.shape, lambda: unknown.ndim):
@@ -243,7 +243,7 @@ def test_row_171_shape_is_what_is_known_of_it() -> None:
             read()
 
 
-def test_row_172_a_known_size_is_no_leak() -> None:
+def test_a_known_size_is_no_leak() -> None:
     bias = lm.LazyLinear(10, param_dtype=jnp.float16, rngs=nnx.Rngs(0)).bias
     assert bias is not None
     assert (bias.shape, bias.size, bias.nbytes, len(bias)) == ((10,), 10, 20, 10)
@@ -251,7 +251,7 @@ def test_row_172_a_known_size_is_no_leak() -> None:
         bias[...]
 
 
-def test_row_173_allowed() -> None:
+def test_what_a_placeholder_allows() -> None:
     p = kernel()
     assert p.dtype == jnp.float32 and p.dtype.itemsize == 4
     assert jnp.issubdtype(p.dtype, jnp.floating) and not jnp.issubdtype(p.dtype, jnp.complexfloating)
@@ -264,7 +264,7 @@ DTYPES = {"type": jnp.bfloat16, "name": "bfloat16", "dtype": np.dtype("bfloat16"
 
 
 @pytest.mark.parametrize("spelling", DTYPES.values(), ids=DTYPES)
-def test_rows_174_175_report_a26_every_conversion_keeps_it_lazy(spelling: Any) -> None:
+def test_every_conversion_keeps_it_lazy(spelling: Any) -> None:
     p = kernel()
     wanted = jax.dtypes.canonicalize_dtype(spelling)
     cast = p.astype(spelling)
@@ -280,7 +280,7 @@ def is_trained(path: Any, variable: Any) -> bool:
     return isinstance(variable, nnx.Param) and not variable.get_metadata("frozen", False)
 
 
-def test_row_177_report_a27_frozen_while_lazy() -> None:
+def test_frozen_while_lazy() -> None:
     layer, x = lm.LazyLinear(4, rngs=nnx.Rngs(0)), array(2, 3)
     layer.kernel.set_metadata(frozen=True)
     assert [p for p, _ in nnx.to_flat_state(nnx.state(layer, is_trained))] == [("bias",)]
@@ -289,7 +289,7 @@ def test_row_177_report_a27_frozen_while_lazy() -> None:
     assert [p for p, _ in nnx.to_flat_state(grads)] == [("bias",)]
 
 
-def test_row_178_a_lazy_state_has_nothing_to_place() -> None:
+def test_a_lazy_state_has_nothing_to_place() -> None:
     layer = lm.LazyLinear(4, rngs=nnx.Rngs(0))
     moved = jax.device_put(nnx.state(layer), jax.devices()[0])
     assert jax.tree.leaves(moved) == []
@@ -298,7 +298,7 @@ def test_row_178_a_lazy_state_has_nothing_to_place() -> None:
     assert_same_model(layer, nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
 
 
-def test_row_181_materialize_in_place() -> None:
+def test_materialize_in_place() -> None:
     layer = lm.LazyLinear(10, kernel_metadata={"tag": "left"}, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     p = layer.kernel
     p.materialize((3, 10))
@@ -306,7 +306,7 @@ def test_row_181_materialize_in_place() -> None:
     assert_same_bits(p[...], nnx.Linear(3, 10, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)).kernel[...])
 
 
-def test_row_182_materialize_twice_is_an_error() -> None:
+def test_materialize_twice_is_an_error() -> None:
     p = kernel()
     p.materialize((3, 10), jnp.ones((3, 10)))
     with pytest.raises(AttributeError, match="materialize"):
@@ -338,7 +338,7 @@ def test_copies_keep_everything(copier: Callable[[Any], Any], cls: Any, target: 
     assert_same_bits(twin[...], uniform(jax.random.key(1), (2, 3), jnp.bfloat16))
 
 
-def test_row_185_an_initializer_that_does_not_pickle_is_named() -> None:
+def test_an_initializer_that_does_not_pickle_is_named() -> None:
     p = lm.UninitializedParameter((None, 3), init=lambda key, shape, dtype: jnp.ones(shape, dtype))
     layer = lm.LazyLinear(3, kernel_init=lambda key, shape, dtype: jnp.ones(shape, dtype), rngs=nnx.Rngs(0))
     for lazy in (layer, p):
@@ -354,14 +354,14 @@ def test_copies_keep_ties(copier: Callable[[Any], Any]) -> None:
     assert twin[0] is twin[1][0] and twin[0] is not p
 
 
-def test_row_186_dtype_before_materialize_leaves_counters_alone() -> None:
+def test_dtype_before_materialize_leaves_counters_alone() -> None:
     model = nnx.Sequential(lm.LazyLinear(4, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1)))
     lm.materialize(model, array(2, 3, dtype=jnp.float16), dtype=jnp.float16)
     assert {v.dtype for v in lm.state_dict(model).values()} == {jnp.dtype(jnp.float16)}
     assert lm.state_dict(model, include_rng=True)["layers.1.rngs.count"].dtype == jnp.uint32
 
 
-def test_row_188_one_object_in_two_modules_is_one_slot() -> None:
+def test_one_object_in_two_modules_is_one_slot() -> None:
     a, b = Slot(), Slot()
     b.slot = a.slot
     both = nnx.List([a, b])
@@ -373,5 +373,5 @@ def test_row_188_one_object_in_two_modules_is_one_slot() -> None:
 
 @pytest.mark.parametrize("error, builtin", [(lm.UninitializedError, RuntimeError), (lm.ShapeInferenceError, ValueError),
                                             (lm.StateDictError, RuntimeError)], ids=lambda e: e.__name__)
-def test_row_189_kinds_of_errors(error: type[Exception], builtin: type[Exception]) -> None:
+def test_kinds_of_errors(error: type[Exception], builtin: type[Exception]) -> None:
     assert issubclass(error, lm.LazyError) and issubclass(error, builtin)

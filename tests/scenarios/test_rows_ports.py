@@ -17,7 +17,7 @@ PATHS = ["fc1.kernel", "fc1.bias", "fc2.kernel", "fc2.bias"]
 X = array(2, 8)
 
 
-def test_row_190_placeholders_show_in_the_state_and_not_among_leaves() -> None:
+def test_placeholders_show_in_the_state_and_not_among_leaves() -> None:
     model = lazy_mlp()
     state = nnx.state(model, nnx.Param)
     assert jax.tree.leaves(state) == []
@@ -41,7 +41,7 @@ class Bias(lm.LazyModuleMixin, nnx.Module):
 
 @pytest.mark.parametrize("run", [lambda m, x: m(x), nnx.jit(lambda m, x: m(x)), nnx.remat(lambda m, x: m(x))],
                          ids=["python", "nnx.jit", "nnx.remat"])
-def test_row_191_a_slot_is_a_variable_from_the_start(run: Callable[[Any, Any], Any]) -> None:
+def test_a_slot_is_a_variable_from_the_start(run: Callable[[Any, Any], Any]) -> None:
     layer = Bias()
     assert_same_bits(run(layer, X), X + 1.0)
     assert type(layer.b) is nnx.Param
@@ -121,7 +121,7 @@ def test_as_argument_it_is_traced_at_most_twice(wrap: Callable[[Any], Any]) -> N
 @pytest.mark.parametrize("first", [lambda m: lm.materialize(m, spec(2, 8)), lambda m: m(X),
                                    lambda m: lm.load_state_dict(m, lm.state_dict(plain_mlp()))],
                          ids=["materialize", "call", "load"])
-def test_row_202_report_a13_made_ready_first_it_is_traced_once(first: Callable[[Any], Any]) -> None:
+def test_made_ready_first_it_is_traced_once(first: Callable[[Any], Any]) -> None:
     traces: list[str] = []
 
     def forward(model: Any, x: jax.Array) -> jax.Array:
@@ -136,7 +136,7 @@ def test_row_202_report_a13_made_ready_first_it_is_traced_once(first: Callable[[
     assert traces == ["Linear"]
 
 
-def test_row_196_shapes_without_becoming_ready() -> None:
+def test_shapes_without_becoming_ready() -> None:
     model = lazy_mlp()
     output = lm.infer_shapes(model, spec(2, 8)).output
     assert (output.shape, output.dtype) == ((2, 4), jnp.float32)
@@ -146,7 +146,7 @@ def test_row_196_shapes_without_becoming_ready() -> None:
 
 
 @pytest.mark.parametrize("names", [lambda sd: sd, lambda sd: {str(k): v for k, v in sd.items()}], ids=["own", "str"])
-def test_row_197_report_b41_list_children(names: Callable[[Any], Any]) -> None:
+def test_list_children(names: Callable[[Any], Any]) -> None:
     def build(size: int | None) -> Any:
         return nnx.List([lazy_mlp(seed) if size is None else plain_mlp(size, seed) for seed in range(2)])
 
@@ -177,7 +177,7 @@ def test_a_load_checks_what_nnx_update_does_not(make: Callable[[], Any], change:
     assert not hasattr(model, "fc3")
 
 
-def test_row_198_nnx_update_of_a_lazy_layer_is_checked_at_its_first_call() -> None:
+def test_nnx_update_of_a_lazy_layer_is_checked_at_its_first_call() -> None:
     layer, want = lm.LazyLinear(4, rngs=nnx.Rngs(0)), nnx.Linear(3, 4, rngs=nnx.Rngs(5))
     nnx.update(layer, nnx.state(want))
     assert_same_bits(layer(array(2, 3)), want(array(2, 3)))
@@ -197,7 +197,7 @@ def tied() -> Any:
 
 @pytest.mark.parametrize("copier", [lambda m: m, lambda m: nnx.merge(*nnx.split(m)), nnx.clone],
                          ids=["itself", "merge", "clone"])
-def test_rows_199_200_a_tied_slot_is_one_entry_and_one_value(copier: Callable[[Any], Any]) -> None:
+def test_a_tied_slot_is_one_entry_and_one_value(copier: Callable[[Any], Any]) -> None:
     pair = copier(tied())
     assert len(nnx.to_flat_state(nnx.state(pair))) == 3
     nnx.Sequential(*pair)(X)
@@ -208,7 +208,7 @@ def test_rows_199_200_a_tied_slot_is_one_entry_and_one_value(copier: Callable[[A
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_row_201_report_b39_random_keys(impl: str) -> None:
+def test_random_keys_are_saved_and_loaded(impl: str) -> None:
     def build(seed: int) -> Any:
         r = nnx.Rngs(jax.random.key(seed, impl=impl))
         return nnx.Sequential(nnx.Dropout(0.5, rngs=r), lm.LazyLinear(4, rngs=nnx.Rngs(seed)))
@@ -224,7 +224,7 @@ def test_row_201_report_b39_random_keys(impl: str) -> None:
     assert_same_bits(other(X), model(X))  # the mask as well
 
 
-def test_row_203_reports_b58_b59_b60_norms_are_flax_s() -> None:
+def test_norms_are_flax_s() -> None:
     norm, x = lm.LazyBatchNorm(rngs=nnx.Rngs(0)), jnp.array([[1.0], [5.0]])
     norm(x)
     np.testing.assert_allclose(norm.mean[...], [0.01 * 3.0], rtol=1e-6)  # momentum is the part that is kept
@@ -235,7 +235,7 @@ def test_row_203_reports_b58_b59_b60_norms_are_flax_s() -> None:
     assert lm.LazyGroupNorm(rngs=nnx.Rngs(0)).num_groups == 32
 
 
-def test_row_204_layouts_are_flax_s() -> None:
+def test_layouts_are_flax_s() -> None:
     x = array(1, 5, 5, 2)
     conv, transposed = lm.LazyConv(4, (3, 3), rngs=nnx.Rngs(0)), lm.LazyConvTranspose(4, (3, 3), rngs=nnx.Rngs(0))
     assert conv(x).shape == transposed(x).shape == (1, 5, 5, 4)  # padding SAME
@@ -248,7 +248,7 @@ def test_row_204_layouts_are_flax_s() -> None:
 @pytest.mark.parametrize("make", [lambda r: lm.LazyLinear(4, rngs=r), lambda r: lm.LazyLinearGeneral(4, rngs=r),
                                   lambda r: lm.LazyConv(4, (3,), rngs=r), lambda r: lm.LazySimpleCell(4, rngs=r)],
                          ids=["Linear", "LinearGeneral", "Conv", "SimpleCell"])
-def test_row_205_zero_width_is_a_clear_error(make: Callable[[nnx.Rngs], Any]) -> None:
+def test_zero_width_is_a_clear_error(make: Callable[[nnx.Rngs], Any]) -> None:
     layer = make(nnx.Rngs(0))
     args = (jnp.zeros((2, 4)), jnp.ones((2, 0))) if isinstance(layer, lm.LazySimpleCell) else (jnp.ones((2, 5, 0)),)
     with pytest.raises(ValueError, match="at least one feature") as error:
@@ -259,7 +259,7 @@ def test_row_205_zero_width_is_a_clear_error(make: Callable[[nnx.Rngs], Any]) ->
 @pytest.mark.parametrize("make", [lambda: lm.LazyLinear(4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)),
                                   lambda: nnx.Linear(3, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))],
                          ids=["lazy", "ready"])
-def test_row_206_report_b65_bfloat16_through_numpy(make: Callable[[], Any]) -> None:
+def test_bfloat16_through_numpy(make: Callable[[], Any]) -> None:
     want = nnx.Linear(3, 4, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(7))
     as_numpy = {k: np.asarray(v) for k, v in lm.state_dict(want).items()}
     assert {str(v.dtype) for v in as_numpy.values()} == {"bfloat16"}
@@ -271,7 +271,7 @@ def test_row_206_report_b65_bfloat16_through_numpy(make: Callable[[], Any]) -> N
 @pytest.mark.parametrize("make", [lambda: lm.UninitializedParameter((None,), dtype=jnp.int32),
                                   lm.UninitializedParameter, lambda: nnx.Param(jnp.zeros(2, jnp.int32))],
                          ids=["int32", "any_dtype", "ready"])
-def test_row_207_integers_that_do_not_fit_are_refused(make: Callable[[], Any]) -> None:
+def test_integers_that_do_not_fit_are_refused(make: Callable[[], Any]) -> None:
     model = nnx.Dict({"count": make()})
     with pytest.raises(lm.StateDictError, match="count"):
         lm.load_state_dict(model, {"count": np.array([2**40, 1])})

@@ -47,7 +47,7 @@ PARTIAL: dict[str, tuple[Any, Any, dict[str, jax.Array], list[str]]] = {
 
 
 @pytest.mark.parametrize("make, explicit, entries, missing", PARTIAL.values(), ids=PARTIAL)
-def test_row_109_partial_strict_load_is_atomic(make: Any, explicit: Any, entries: Any, missing: list[str]) -> None:
+def test_partial_strict_load_is_atomic(make: Any, explicit: Any, entries: Any, missing: list[str]) -> None:
     layer = make()
     before = lm.state_dict(layer)
     with pytest.raises(lm.StateDictError) as error:
@@ -58,7 +58,7 @@ def test_row_109_partial_strict_load_is_atomic(make: Any, explicit: Any, entries
 
 
 @pytest.mark.parametrize("make, explicit, entries, missing", PARTIAL.values(), ids=PARTIAL)
-def test_row_110_report_a22_a_partial_load_then_forward(make: Any, explicit: Any, entries: Any, missing: Any) -> None:
+def test_a_partial_load_then_forward(make: Any, explicit: Any, entries: Any, missing: Any) -> None:
     layer, want, x = make(), explicit(), array(2, 3)
     assert sorted(lm.load_state_dict(layer, entries, strict=False).missing) == sorted(missing)
     for name, value in entries.items():
@@ -67,7 +67,7 @@ def test_row_110_report_a22_a_partial_load_then_forward(make: Any, explicit: Any
     assert_same_model(layer, want)
 
 
-def test_row_110_the_first_input_must_agree_with_what_was_loaded() -> None:
+def test_the_first_input_must_agree_with_what_was_loaded() -> None:
     layer = lazy()
     lm.load_state_dict(layer, {"bias": ones(4)}, strict=False)  # tells no input size
     assert lm.uninitialized_paths(layer) == ["kernel"]
@@ -99,7 +99,7 @@ def test_known_axes_are_checked(make: Any, shape: tuple[int, ...], got: str, kno
     assert lm.uninitialized_paths(layer) == ["kernel", "bias"]
 
 
-def test_row_115_a_bias_that_the_layer_has_not() -> None:
+def test_a_bias_that_the_layer_has_not() -> None:
     layer = lazy(use_bias=False)
     text = r"bias\n  got:    f32\[4\], an entry that the model has no parameter for"
     with pytest.raises(lm.StateDictError, match=text):
@@ -111,7 +111,7 @@ def test_row_115_a_bias_that_the_layer_has_not() -> None:
 
 @pytest.mark.parametrize("own", [jnp.float32, jnp.float16, jnp.bfloat16], ids=["f32", "f16", "bf16"])
 @pytest.mark.parametrize("given", [np.float64, np.float16, np.int8, np.bool_], ids=lambda d: d.__name__)
-def test_row_116_values_are_cast_to_the_layer_s_dtype(own: Any, given: Any) -> None:
+def test_values_are_cast_to_the_layer_s_dtype(own: Any, given: Any) -> None:
     layer = lazy(2, param_dtype=own)
     value = np.array([[1, 0], [0, 1], [1, 1]], given)
     lm.load_state_dict(layer, {"kernel": value, "bias": np.zeros(2, given)})
@@ -126,7 +126,7 @@ BAD_VALUES = {
 
 
 @pytest.mark.parametrize("value", BAD_VALUES.values(), ids=BAD_VALUES)
-def test_rows_118_and_160_what_is_no_array_is_named(value: Any) -> None:
+def test_what_is_no_array_is_named(value: Any) -> None:
     layer = lazy()
     with pytest.raises(lm.StateDictError, match=r"kernel(.|\n)*an array of numbers") as error:
         lm.load_state_dict(layer, {"kernel": value, "bias": ones(4)})
@@ -134,7 +134,7 @@ def test_rows_118_and_160_what_is_no_array_is_named(value: Any) -> None:
     assert lm.uninitialized_paths(layer) == ["kernel", "bias"]
 
 
-def test_row_118_numpy_arrays_are_taken() -> None:
+def test_numpy_arrays_are_taken() -> None:
     layer = lazy()
     lm.load_state_dict(layer, {"kernel": np.ones((3, 4), np.float32), "bias": np.zeros(4, np.float32)})
     assert all(isinstance(v, jax.Array) for v in lm.state_dict(layer).values())
@@ -163,7 +163,7 @@ def test_a_hook_renames_before_lazymods_reads(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [lazy, plain], ids=["lazy", "ready"])
-def test_rows_123_161_report_a33_extra_state(make: Callable[[], Any]) -> None:
+def test_extra_state(make: Callable[[], Any]) -> None:
     loaded: list[Any] = []
 
     def save(module: Any, sd: Any, prefix: str, metadata: Any) -> None:
@@ -183,7 +183,7 @@ def test_rows_123_161_report_a33_extra_state(make: Callable[[], Any]) -> None:
     assert loaded == [np.array([3])]
 
 
-def test_row_164_state_dict_pre_hook() -> None:
+def test_state_dict_pre_hook() -> None:
     model, calls = plain_mlp(), []
     handle = lm.register_state_dict_pre_hook(model.fc2, lambda m, prefix, keep_vars: calls.append((type(m), prefix)))
     lm.state_dict(model)
@@ -192,7 +192,7 @@ def test_row_164_state_dict_pre_hook() -> None:
     assert calls == [(nnx.Linear, "fc2.")]
 
 
-def test_row_165_state_dict_post_hook() -> None:
+def test_state_dict_post_hook() -> None:
     model = plain_mlp()
 
     def drop(module: Any, sd: Any, prefix: str, metadata: Any) -> None:
@@ -205,7 +205,7 @@ def test_row_165_state_dict_post_hook() -> None:
         lm.state_dict(model)
 
 
-def test_rows_166_and_168_load_pre_hooks_see_their_own_part() -> None:
+def test_load_pre_hooks_see_their_own_part() -> None:
     model, seen = lazy_mlp(), []
 
     def look(module: Any, sd: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], unexpected: list[str],
@@ -218,7 +218,7 @@ def test_rows_166_and_168_load_pre_hooks_see_their_own_part() -> None:
     assert seen == [("", sorted(KEYS), True), ("fc2.", ["fc2.bias", "fc2.kernel"], True)]
 
 
-def test_row_166_a_pre_hook_may_refuse() -> None:
+def test_a_pre_hook_may_refuse() -> None:
     model = lazy_mlp()
 
     def refuse(*arguments: Any) -> None:
@@ -230,7 +230,7 @@ def test_row_166_a_pre_hook_may_refuse() -> None:
     assert lm.uninitialized_paths(model) == KEYS
 
 
-def test_row_167_load_post_hooks_decide_what_is_missing() -> None:
+def test_load_post_hooks_decide_what_is_missing() -> None:
     model, order = lazy_mlp(), []
     entries = {k: v for k, v in lm.state_dict(plain_mlp()).items() if k != "fc2.bias"}
 
@@ -247,7 +247,7 @@ def test_row_167_load_post_hooks_decide_what_is_missing() -> None:
 
 @pytest.mark.parametrize("hook, error", [(lambda module, keys: keys.missing.append("another"), lm.StateDictError),
                                          (lambda module, keys: keys, RuntimeError)], ids=["adds", "returns"])
-def test_row_167_a_post_hook_that_refuses_leaves_the_model_as_it_was(hook: Any, error: Any) -> None:
+def test_a_post_hook_that_refuses_leaves_the_model_as_it_was(hook: Any, error: Any) -> None:
     model = lazy_mlp()
     lm.register_load_state_dict_post_hook(model, hook)
     with pytest.raises(error, match=r"another|returned a value"):
@@ -259,7 +259,7 @@ def test_row_167_a_post_hook_that_refuses_leaves_the_model_as_it_was(hook: Any, 
 # ---------------------------------------------------------------- whole models
 
 
-def test_row_121_nested_load() -> None:
+def test_nested_load() -> None:
     model = nnx.Sequential(lazy_mlp(), lazy_mlp(out=3))
     want = nnx.Sequential(plain_mlp(seed=3), plain_mlp(4, seed=4, out=3))
     assert lm.load_state_dict(model, lm.state_dict(want)) == ([], [], [])
@@ -267,7 +267,7 @@ def test_row_121_nested_load() -> None:
     assert_same_bits(model(array(2, 8)), want(array(2, 8)))
 
 
-def test_rows_122_and_157_one_child_s_entries_alone_load_nothing() -> None:
+def test_one_child_s_entries_alone_load_nothing() -> None:
     model = lazy_mlp()
     first = {k: v for k, v in lm.state_dict(plain_mlp(seed=3)).items() if k.startswith("fc1")}
     with pytest.raises(lm.StateDictError) as error:
@@ -290,19 +290,19 @@ class Everything(nnx.Module):
         self.list = nnx.List([nnx.Param(ones(6)), nnx.Dict({"x": nnx.Param(ones(7))})])
 
 
-def test_row_145_names_and_their_order() -> None:
+def test_names_and_their_order() -> None:
     assert list(lm.state_dict(Everything())) == ["child.kernel", "b", "a", "list.0", "list.1.x"]
 
 
 @pytest.mark.parametrize("make", [lazy, plain], ids=["lazy", "ready"])
-def test_row_146_a_module_under_two_names(make: Callable[[], Any]) -> None:
+def test_a_module_under_two_names(make: Callable[[], Any]) -> None:
     layer = make()
     sd = lm.state_dict(nnx.Dict({"a": layer, "b": layer}))
     assert list(sd) == ["a.kernel", "a.bias", "b.kernel", "b.bias"]
     assert sd["a.kernel"] is sd["b.kernel"] and sd["a.bias"] is sd["b.bias"]
 
 
-def test_row_147_values_are_live_and_do_not_change() -> None:
+def test_values_are_live_and_do_not_change() -> None:
     layer = plain()
     sd = lm.state_dict(layer)
     assert sd["bias"] is layer.bias.get_value()
@@ -310,7 +310,7 @@ def test_row_147_values_are_live_and_do_not_change() -> None:
     assert_same_bits(sd["bias"], jnp.zeros(4))  # JAX arrays are immutable: a state dict is a moment's
 
 
-def test_row_148_a_child_s_state_dict_has_no_prefix() -> None:
+def test_a_child_s_state_dict_has_no_prefix() -> None:
     model, want = lazy_mlp(), plain_mlp(seed=3)
     assert list(lm.state_dict(model.fc1)) == ["kernel", "bias"]
     lm.load_state_dict(model.fc1, lm.state_dict(want.fc1))
@@ -318,7 +318,7 @@ def test_row_148_a_child_s_state_dict_has_no_prefix() -> None:
 
 
 @pytest.mark.parametrize("again", [dict, lambda sd: dict(reversed(sd.items()))], ids=["copied", "reversed"])
-def test_rows_107_149_150_a_state_dict_is_an_ordinary_dict(again: Callable[[Any], Any]) -> None:
+def test_a_state_dict_is_an_ordinary_dict(again: Callable[[Any], Any]) -> None:
     want = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
     want(array(5, 3))
     sd = lm.state_dict(want)
@@ -334,19 +334,19 @@ def clash() -> Any:
 
 @pytest.mark.parametrize("use", [lm.state_dict, lambda m: lm.load_state_dict(m, {"a.b": ones(2)})],
                          ids=["save", "load"])
-def test_row_151_two_entries_of_one_name_are_an_error(use: Callable[[Any], Any]) -> None:
+def test_two_entries_of_one_name_are_an_error(use: Callable[[Any], Any]) -> None:
     with pytest.raises(lm.LazyError, match=r"a\.b"):
         use(clash())
 
 
 @pytest.mark.parametrize("wrong", [[("kernel", 1)], None, "kernel", {0: ones(2)}],
                          ids=["pairs", "none", "text", "int_key"])
-def test_row_152_what_is_no_mapping_from_names(wrong: Any) -> None:
+def test_what_is_no_mapping_from_names(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"mapping from names|dotted strings"):
         lm.load_state_dict(lazy(), wrong)
 
 
-def test_rows_153_and_156_everything_that_is_wrong_at_once() -> None:
+def test_everything_that_is_wrong_at_once() -> None:
     model = plain_mlp()
     before = lm.state_dict(model)
     entries = {"fc1.kernel": ones(9, 9), "zzz": ones(1), "fc2.kernel": ones(16, 4),
@@ -361,7 +361,7 @@ def test_rows_153_and_156_everything_that_is_wrong_at_once() -> None:
     assert all(a is b for a, b in zip(lm.state_dict(model).values(), before.values(), strict=True))
 
 
-def test_rows_154_and_155_the_result() -> None:
+def test_what_a_load_returns() -> None:
     model, entries = plain_mlp(), lm.state_dict(plain_mlp(seed=3))
     result = lm.load_state_dict(model, entries)
     assert "All keys matched successfully" in repr(result)
@@ -373,7 +373,7 @@ def test_rows_154_and_155_the_result() -> None:
 
 
 @pytest.mark.parametrize("given", [ones(1), ones(1, 1)], ids=["vector", "matrix"])
-def test_row_158_no_broadcasting_to_a_scalar_or_back(given: jax.Array) -> None:
+def test_no_broadcasting_to_a_scalar_or_back(given: jax.Array) -> None:
     scalar, vector = nnx.Dict({"w": nnx.Param(jnp.ones(()))}), nnx.Dict({"w": nnx.Param(ones(1))})
     with pytest.raises(lm.StateDictError, match=r"shape \(\)"):
         lm.load_state_dict(scalar, {"w": given})
@@ -397,7 +397,7 @@ CASTS: dict[str, tuple[Any, Any, bool]] = {
 
 @pytest.mark.parametrize("value, dtype, fits", CASTS.values(), ids=CASTS)
 @pytest.mark.parametrize("is_lazy", [False, True], ids=["ready", "lazy"])
-def test_row_159_casts(value: Any, dtype: Any, fits: bool, is_lazy: bool) -> None:
+def test_a_load_casts(value: Any, dtype: Any, fits: bool, is_lazy: bool) -> None:
     slot: Any = lm.UninitializedParameter((None,), dtype=dtype) if is_lazy else nnx.Param(jnp.zeros(1, dtype))
     model = nnx.Dict({"w": slot})
     if fits:
@@ -416,7 +416,7 @@ def tied(first: Any, second: Any) -> Any:
 
 @pytest.mark.parametrize("make", [lambda: tied(lazy(3), lazy(3)), lambda: tied(plain(3, 3), plain(3, 3))],
                          ids=["lazy", "ready"])
-def test_rows_117_and_162_a_load_writes_into_the_variables(make: Callable[[], Any]) -> None:
+def test_a_load_writes_into_the_variables(make: Callable[[], Any]) -> None:
     model, want = make(), tied(plain(3, 3, seed=4), plain(3, 3, seed=5))
     kernel = model[0].kernel
     optimizer = lm.LazyOptimizer(model, optax.sgd(1.0), wrt=nnx.Param)
@@ -430,7 +430,7 @@ def test_rows_117_and_162_a_load_writes_into_the_variables(make: Callable[[], An
 
 @pytest.mark.parametrize("make", [lambda: tied(lazy(3), lazy(3)), lambda: tied(plain(3, 3), plain(3, 3))],
                          ids=["lazy", "ready"])
-def test_row_163_tied_entries_that_differ(make: Callable[[], Any]) -> None:
+def test_tied_entries_that_differ(make: Callable[[], Any]) -> None:
     model, entries = make(), lm.state_dict(tied(plain(3, 3, seed=4), plain(3, 3, seed=5)))
     before = lm.state_dict(model)
     with pytest.raises(lm.StateDictError, match=r"1\.kernel(.|\n)*another value than 0\.kernel"):

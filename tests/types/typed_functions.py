@@ -35,6 +35,21 @@ class Model(nnx.Module):
         return self.loss(x, scale=2.0)
 
 
+class Decoder(nnx.Module):
+    # What nnx.Module declares is a plain method. pyright says the same of nnx.jit, and binds no self there (1.1.414).
+    @lm.jit
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x: jax.Array, scale: float = 1.0
+    ) -> tuple[jax.Array, float]:
+        return x, scale
+
+
+class Step:
+    @lm.jit(max_paths=2)
+    def __call__(self, x: jax.Array) -> str:
+        return str(x.shape)
+
+
 def plain(model: nnx.Linear, x: jax.Array) -> None:
     assert_type(step(model, x), tuple[jax.Array, float])
     assert_type(step(model, x=x, rate=0.2), tuple[jax.Array, float])
@@ -58,6 +73,15 @@ def modules(model: Model, layer: lm.LazyLinear, x: jax.Array) -> None:
     assert_type(lm.jit(model)(x), jax.Array)
     assert_type(lm.jit(layer)(x), jax.Array)
     assert_type(lm.jit(nnx.Dropout(0.5), max_paths=1)(x, deterministic=True), jax.Array)
+
+
+def compiled_calls(decoder: Decoder, run: Step, x: jax.Array) -> None:
+    assert_type(decoder(x), tuple[jax.Array, float])
+    assert_type(decoder(x, scale=2.0), tuple[jax.Array, float])
+    assert_type(Decoder.__call__(decoder, x), tuple[jax.Array, float])
+    assert_type(run(x), str)
+    decoder()  # type: ignore[call-arg]
+    run(x, 3)  # type: ignore[call-arg]
 
 
 def wrong(model: Model, linear: nnx.Linear, x: jax.Array) -> None:

@@ -1,4 +1,4 @@
-"""Field reports of group (a), PyTorch's lazy modules, where no row states the same already (README.md says which)."""
+"""Field reports of PyTorch's lazy modules, where no row states the same already (README.md says which)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ LOADED: dict[str, tuple[Callable[[nnx.Rngs], Any], Callable[[nnx.Rngs], Any], st
 
 
 @pytest.mark.parametrize("lazy, explicit, size", LOADED.values(), ids=LOADED)
-def test_report_a1_a_load_finishes_the_layer(lazy: Any, explicit: Any, size: str) -> None:
+def test_a_load_finishes_the_layer(lazy: Any, explicit: Any, size: str) -> None:
     layer, want = lazy(nnx.Rngs(0)), explicit(nnx.Rngs(1))
     lm.load_state_dict(layer, lm.state_dict(want))
     assert type(layer) is type(want)
@@ -50,7 +50,7 @@ class Wide(lm.LazyModuleMixin, nnx.Module):
 
 
 @pytest.mark.parametrize("run", [lambda m, **k: m(**k), nnx.jit(lambda m, **k: m(**k))], ids=["python", "nnx.jit"])
-def test_report_a4_keyword_only_first_call(run: Any) -> None:
+def test_keyword_only_first_call(run: Any) -> None:
     layer, context = Wide(), array(2, 5)
     assert_same_bits(run(layer, x=array(2, 3), context=context), context + 1.0)
     assert layer.w.shape == (5,)
@@ -59,7 +59,7 @@ def test_report_a4_keyword_only_first_call(run: Any) -> None:
     assert abstract.w.shape == (3,)
 
 
-def test_report_a5_several_pre_hooks_and_one_that_removes_itself() -> None:
+def test_several_pre_hooks_and_one_that_removes_itself() -> None:
     layer, order, x = lm.LazyLinear(4, rngs=nnx.Rngs(0)), [], array(2, 3)
     handles = [lm.register_forward_pre_hook(layer, lambda m, args: order.append("first"))]
 
@@ -79,7 +79,7 @@ def test_report_a5_several_pre_hooks_and_one_that_removes_itself() -> None:
 
 
 @pytest.mark.parametrize("made", ["before", "after"])
-def test_report_a6_parameters_made_after_the_optimizer_are_trained(made: str) -> None:
+def test_parameters_made_after_the_optimizer_are_trained(made: str) -> None:
     def train(model: Any, optimizer: Any) -> Any:
         optimizer.update(model, nnx.grad(lambda m: m(array(2, 8)).sum())(model))
         return model
@@ -97,7 +97,7 @@ def test_report_a6_parameters_made_after_the_optimizer_are_trained(made: str) ->
                                   lambda m: nnx.get_named_sharding(nnx.state(m), jax.make_mesh((1,), ("d",))),
                                   lambda m: sum(p.nbytes for _, p in nnx.to_flat_state(nnx.state(m)))],
                          ids=["partition_spec", "named_sharding", "bytes"])
-def test_report_a8_planners_get_an_error_or_the_shapes(plan: Callable[[Any], Any]) -> None:
+def test_planners_get_an_error_or_the_shapes(plan: Callable[[Any], Any]) -> None:
     model = lazy_mlp()
     with pytest.raises(lm.UninitializedError, match=r"fc1\.(bias|kernel)(.|\n)*lm\.materialize"):
         plan(model)
@@ -121,7 +121,7 @@ WRAPPED: dict[str, Callable[[Any, jax.Array], Any]] = {
 
 @pytest.mark.parametrize("run", WRAPPED.values(), ids=WRAPPED)
 @pytest.mark.parametrize("what", ["layer", "model"])
-def test_report_a12_every_way_to_call_initializes(run: Callable[[Any, Any], Any], what: str) -> None:
+def test_every_way_to_call_initializes(run: Callable[[Any, Any], Any], what: str) -> None:
     model, want, x = lazy_mlp(), plain_mlp(), array(2, 8)
     if what == "layer":
         model, want = model.fc1, want.fc1
@@ -139,13 +139,13 @@ class Encoder(nnx.Module):
         return jnp.tanh(self.fc(x))
 
 
-def test_report_a12_a_method_other_than_call() -> None:
+def test_a_method_other_than_call() -> None:
     model, want, x = Encoder(None, nnx.Rngs(0)), Encoder(3, nnx.Rngs(0)), array(2, 3)
     assert_same_bits(model.encode(x), want.encode(x))
     assert_same_model(model, want)
 
 
-def test_report_a14_the_common_base_matches_before_and_after() -> None:
+def test_the_common_base_matches_before_and_after() -> None:
     layer = lm.LazyLinear(4, rngs=nnx.Rngs(0))
     assert isinstance(layer, nnx.Linear) and isinstance(layer, lm.LazyLinear)
     layer(array(2, 3))
@@ -153,7 +153,7 @@ def test_report_a14_the_common_base_matches_before_and_after() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_report_a18_a_value_written_under_weight_norm_is_used(when: str) -> None:
+def test_a_value_written_under_weight_norm_is_used(when: str) -> None:
     kernel, x = array(3, 4, seed=9), array(2, 3)
     model = lm.LazyWeightNorm(lm.LazyLinear(4, use_bias=False, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
     if when == "after":
@@ -170,7 +170,7 @@ def by_type(size: dict[str, int] | None, seed: int) -> Any:
     return nnx.Dict({n: lm.LazyLinear(4, rngs=r) if size is None else nnx.Linear(size[n], 4, rngs=r) for n in names})
 
 
-def test_report_a20_a_container_of_layers_is_loaded_called_and_loaded_again() -> None:
+def test_a_container_of_layers_is_loaded_called_and_loaded_again() -> None:
     model, want, other = by_type(None, 0), by_type({"paper": 3, "author": 5}, 1), by_type({"paper": 3, "author": 5}, 2)
     lm.load_state_dict(model, lm.state_dict(want))
     for name, size in (("paper", 3), ("author", 5)):
@@ -183,7 +183,7 @@ def test_report_a20_a_container_of_layers_is_loaded_called_and_loaded_again() ->
     assert_same_model(model, other)
 
 
-def test_report_a23_a_failed_call_leaves_statistics_and_counters() -> None:
+def test_a_failed_call_leaves_statistics_and_counters() -> None:
     class Net(nnx.Module):
         def __init__(self, lazy: bool) -> None:
             r = nnx.Rngs(0)

@@ -1,4 +1,4 @@
-"""Field reports of group (c), lazily built layers of Haiku, Equinox and Keras, where no row states the same already."""
+"""Field reports of lazily built layers of Haiku, Equinox and Keras, where no row states the same already."""
 
 import threading
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import lazymods as lm
 
 
-def test_report_c70_load_before_the_first_call_builds_from_the_shapes() -> None:
+def test_load_before_the_first_call_builds_from_the_shapes() -> None:
     model, want = lazy_mlp(), plain_mlp(seed=3)
     as_file = {k: np.asarray(v) for k, v in lm.state_dict(want).items()}
     assert lm.load_state_dict(model, as_file) == ([], [], [])
@@ -41,7 +41,7 @@ class Parent(lm.LazyModuleMixin, nnx.Module):
 
 @pytest.mark.parametrize("first", [lambda m, x: m(x), nnx.jit(lambda m, x: m(x)), lm.materialize],
                          ids=["call", "nnx.jit", "materialize"])
-def test_report_c72_children_made_at_the_first_call_are_saved_and_loaded(first: Callable[[Any, Any], Any]) -> None:
+def test_children_made_at_the_first_call_are_saved_and_loaded(first: Callable[[Any, Any], Any]) -> None:
     model, fresh, x = Parent(0), Parent(1), array(2, 3)
     first(model, x)
     sd = lm.state_dict(model)
@@ -54,7 +54,7 @@ def test_report_c72_children_made_at_the_first_call_are_saved_and_loaded(first: 
     assert_same_bits(model(x), nnx.Linear(3, 4, rngs=nnx.Rngs(0))(x + 1.0))
 
 
-def test_report_c73_a_partial_load_reaches_nested_models() -> None:
+def test_a_partial_load_reaches_nested_models() -> None:
     model = nnx.Dict({"encoder": nnx.Dict({"inner": lazy_mlp()}), "head": lm.LazyLinear(2, rngs=nnx.Rngs(0))})
     want = plain_mlp(seed=3)
     entries = {f"encoder.inner.{k}": v for k, v in lm.state_dict(want).items()}
@@ -65,7 +65,7 @@ def test_report_c73_a_partial_load_reaches_nested_models() -> None:
 
 
 @pytest.mark.parametrize("use", [lm.materialize, lm.infer_shapes], ids=["materialize", "infer_shapes"])
-def test_reports_c75_and_c87_shapes_are_enough(use: Callable[..., Any]) -> None:
+def test_shapes_are_enough(use: Callable[..., Any]) -> None:
     ran: list[int] = []
 
     class Net(nnx.Module):
@@ -86,7 +86,7 @@ def test_reports_c75_and_c87_shapes_are_enough(use: Callable[..., Any]) -> None:
     assert_same_model(model.fc, nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
 
 
-def test_report_c76_built_inside_jit_with_shardings() -> None:
+def test_built_inside_jit_with_shardings() -> None:
     sharding = NamedSharding(jax.make_mesh((1,), ("d",)), P("d"))
 
     def build() -> nnx.State:
@@ -103,7 +103,7 @@ def test_report_c76_built_inside_jit_with_shardings() -> None:
         np.testing.assert_allclose(flat[path][...], value[...], rtol=1e-5)
 
 
-def test_report_c77_a_failed_trace_leaves_no_tracer() -> None:
+def test_a_failed_trace_leaves_no_tracer() -> None:
     model = lazy_mlp()
 
     def fails(x: jax.Array) -> jax.Array:
@@ -117,7 +117,7 @@ def test_report_c77_a_failed_trace_leaves_no_tracer() -> None:
 
 
 @pytest.mark.parametrize("order", ["build_optimizer_step", "optimizer_build_step", "build_twice"])
-def test_report_c78_the_order_of_build_and_optimizer_does_not_matter(order: str) -> None:
+def test_the_order_of_build_and_optimizer_does_not_matter(order: str) -> None:
     model, want, x, tx = lazy_mlp(), plain_mlp(), array(2, 8), optax.sgd(0.1, momentum=0.9)
     optimizer: Any = lm.LazyOptimizer(model, tx, wrt=nnx.Param) if order.startswith("optimizer") else None
     lm.materialize(model, spec(2, 8))
@@ -155,7 +155,7 @@ def refused(model: Any, x: jax.Array) -> None:
 
 
 @pytest.mark.parametrize("run", LEAK_FREE.values(), ids=LEAK_FREE)
-def test_report_c80_the_leak_checker_finds_nothing(run: Callable[[Any, Any], Any]) -> None:
+def test_the_leak_checker_finds_nothing(run: Callable[[Any, Any], Any]) -> None:
     model, want = lazy_mlp(), plain_mlp()
     with jax.checking_leaks():
         run(model, array(2, 8))
@@ -166,7 +166,7 @@ def never(key: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
     raise AssertionError("the initializer of a parameter that is loaded")
 
 
-def test_report_c82_a_loaded_layer_needs_no_initializer() -> None:
+def test_a_loaded_layer_needs_no_initializer() -> None:
     by_hand = nnx.Dict({"w": lm.UninitializedParameter((None, 2))})  # neither init nor key
     lm.load_state_dict(by_hand, {"w": jnp.ones((3, 2))})
     assert_same_bits(by_hand["w"][...], jnp.ones((3, 2)))
@@ -193,7 +193,7 @@ def over_batch(model: Any, images: jax.Array) -> Any:
 
 
 @pytest.mark.parametrize("first", [over_batch, nnx.jit(over_batch)], ids=["vmap", "jit_of_vmap"])
-def test_report_c83_stateful_norm_in_a_named_vmap_then_linear(first: Callable[[Any, Any], Any]) -> None:
+def test_stateful_norm_in_a_named_vmap_then_linear(first: Callable[[Any, Any], Any]) -> None:
     model, want, images = ConvStack(True), ConvStack(False), array(4, 8, 8, 1)
     assert jnp.allclose(first(model, images), over_batch(want, images), rtol=1e-4, atol=1e-5)
     assert model.head.in_features == 64 and type(model.norm) is nnx.BatchNorm
@@ -203,7 +203,7 @@ def test_report_c83_stateful_norm_in_a_named_vmap_then_linear(first: Callable[[A
     assert_same_bits(model.head.kernel[...], want.head.kernel[...])
 
 
-def test_report_c85_the_first_call_keeps_what_was_loaded() -> None:
+def test_the_first_call_keeps_what_was_loaded() -> None:
     model, want, x = ConvStack(True), ConvStack(False), array(4, 8, 8, 1)
     want.norm.mean[...] = array(4)
     entries = lm.state_dict(want)
@@ -213,7 +213,7 @@ def test_report_c85_the_first_call_keeps_what_was_loaded() -> None:
     assert_same_bits(lm.state_dict(model), entries)
 
 
-def test_report_c77_a_first_call_in_another_thread_s_trace() -> None:
+def test_a_first_call_in_another_thread_s_trace() -> None:
     model, want, x, out = lazy_mlp(), plain_mlp(), array(2, 8), []
     thread = threading.Thread(target=lambda: out.append(jax.jit(lambda x: model(x))(x)))
     thread.start()

@@ -1,4 +1,4 @@
-"""Field reports of group (b), Flax NNX and state dicts, where no row states the same already (README.md says which)."""
+"""Field reports of Flax NNX and state dicts, where no row states the same already (README.md says which)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ class ConvNet(nnx.Module):
 IMAGES = array(2, 8, 8, 1)
 
 
-def test_report_b36_convolution_flatten_linear_without_a_size() -> None:
+def test_convolution_flatten_linear_without_a_size() -> None:
     model, want = ConvNet(True), ConvNet(False)
     with pytest.raises(lm.UninitializedError, match=r"head\.kernel(.|\n)*lm\.materialize"):
         model.head.kernel[...]
@@ -42,7 +42,7 @@ def test_report_b36_convolution_flatten_linear_without_a_size() -> None:
 
 
 @pytest.mark.parametrize("run", [lambda m, x: m(x), nnx.jit(lambda m, x: m(x))], ids=["python", "nnx.jit"])
-def test_report_b37_variables_made_after_the_first_call_are_kept(run: Callable[[Any, Any], Any]) -> None:
+def test_variables_made_after_the_first_call_are_kept(run: Callable[[Any, Any], Any]) -> None:
     class Remembering(nnx.Module):
         def __init__(self) -> None:
             self.fc = lm.LazyLinear(4, rngs=nnx.Rngs(0))
@@ -63,13 +63,13 @@ def test_report_b37_variables_made_after_the_first_call_are_kept(run: Callable[[
 
 
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "ready"])
-def test_report_b38_the_names_are_literal(lazy: bool) -> None:
+def test_the_names_are_literal(lazy: bool) -> None:
     """Names that a later version must write and read as well."""
     names = ["conv.kernel", "conv.bias", "norm.scale", "norm.bias", "norm.mean", "norm.var", "head.kernel", "head.bias"]
     assert sorted(lm.state_dict(ConvNet(lazy))) == sorted(names)
 
 
-def test_report_b40_training_goes_on_with_the_same_dropout_masks() -> None:
+def test_training_goes_on_with_the_same_dropout_masks() -> None:
     model, x = ConvNet(True), IMAGES
     for _ in range(3):
         model(x)
@@ -101,7 +101,7 @@ class Containers(nnx.Module):
         self.plain_tuple = nnx.data((layer(), {"d": layer()}))
 
 
-def test_report_b42_every_container_both_ways() -> None:
+def test_every_container_both_ways() -> None:
     model, want = Containers(None, 0), Containers(3, 1)
     sd = lm.state_dict(want)
     layers = ["list.0", "list.1.0", "dict.a", "dict.b.c", "sequential.layers.0", "plain_list.0", "plain_dict.3",
@@ -112,7 +112,7 @@ def test_report_b42_every_container_both_ways() -> None:
     assert not lm.has_uninitialized_params(model) and type(model.plain_tuple[1]["d"]) is nnx.Linear
 
 
-def test_report_b43_what_a_map_of_names_leaves_over_is_told() -> None:
+def test_what_a_map_of_names_leaves_over_is_told() -> None:
     model, want = nnx.Dict({"layers": nnx.List([lazy_mlp(), lazy_mlp()])}), plain_mlp(seed=3)
 
     def unfuse(module: Any, sd: Any, prefix: str, *_: Any) -> None:
@@ -135,13 +135,13 @@ def with_gradient_of_threes(model: Any) -> Any:
     return f
 
 
-def test_report_b47_first_call_inside_a_custom_vjp() -> None:
+def test_first_call_inside_a_custom_vjp() -> None:
     model, want, x = lazy_mlp(), plain_mlp(), array(2, 8)
     assert_same_bits(jax.grad(lambda x: with_gradient_of_threes(model)(x).sum())(x), jnp.full((2, 8), 3.0))
     assert_same_model(model, want)
 
 
-def test_report_b47_argument_of_nnx_custom_vjp() -> None:
+def test_argument_of_nnx_custom_vjp() -> None:
     @nnx.custom_vjp
     def f(model: Any, x: jax.Array) -> jax.Array:
         return model(x)
@@ -157,7 +157,7 @@ def test_report_b47_argument_of_nnx_custom_vjp() -> None:
     assert_same_model(layer, want)
 
 
-def test_report_b49_a_plain_list_of_layers_gets_flax_s_advice() -> None:
+def test_a_plain_list_of_layers_gets_flax_s_advice() -> None:
     class Plain(nnx.Module):
         def __init__(self, lazy: bool) -> None:
             self.layers = [lm.LazyLinear(4, rngs=nnx.Rngs(0)) if lazy else nnx.Linear(3, 4, rngs=nnx.Rngs(0))]
@@ -189,7 +189,7 @@ def the_loss(model: Any, tokens: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("how", ["jit", "load", "state_map"])
-def test_report_b51_a_tied_embedding_stays_one_variable(how: str) -> None:
+def test_a_tied_embedding_stays_one_variable(how: str) -> None:
     model, want = Tied(True), Tied(False)
     if how == "jit":
         nnx.jit(lambda m, t: m(t))(model, TOKENS)
@@ -207,7 +207,7 @@ def test_report_b51_a_tied_embedding_stays_one_variable(how: str) -> None:
     assert_same_model(model, want)
 
 
-def test_report_b52_a_dry_run_changes_no_statistics_and_no_counters() -> None:
+def test_a_dry_run_changes_no_statistics_and_no_counters() -> None:
     model, want = ConvNet(True), ConvNet(False)
     lm.infer_shapes(model, IMAGES)
     lm.materialize(model, IMAGES)  # in training mode, with an array
@@ -216,7 +216,7 @@ def test_report_b52_a_dry_run_changes_no_statistics_and_no_counters() -> None:
     assert_same_model(model, want)  # the random counters as well
 
 
-def test_report_b61_a_deep_stack_at_the_highest_precision() -> None:
+def test_a_deep_stack_at_the_highest_precision() -> None:
     def stack(lazy: bool) -> Any:
         r, n = nnx.Rngs(0), 12
         make = (lambda: lm.LazyLinear(8, precision="highest", rngs=r)) if lazy else (
@@ -253,13 +253,13 @@ def loaded(p: Any) -> Any:
 
 
 @pytest.mark.parametrize("make", WEAK.values(), ids=WEAK)
-def test_report_b69_values_are_strongly_typed(make: Callable[[], Any]) -> None:
+def test_values_are_strongly_typed(make: Callable[[], Any]) -> None:
     value = make().get_value()
     assert (value.dtype, value.weak_type) == (jnp.float32, False)
     np.testing.assert_array_equal(np.ravel(value), [1.0])
 
 
-def test_report_b69_sized_by_a_spec_it_is_traced_once() -> None:
+def test_sized_by_a_spec_it_is_traced_once() -> None:
     model, traces = lazy_mlp(), []
 
     def step(m: Any, x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Field reports of group (d), safetensors and PyTorch files: the number is in the name."""
+"""Field reports of safetensors and PyTorch files."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def refused(path: Path, *words: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])
-def test_reports_d88_d89_small_floats_need_no_torch(tmp_path: Path, dtype: Any) -> None:
+def test_small_floats_need_no_torch(tmp_path: Path, dtype: Any) -> None:
     bits = np.arange(256, dtype=np.uint8).view(dtype)
     names = {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
     header = {"a": entry(names[np.dtype(dtype).name], [bits.size], 0, 256)}
@@ -69,14 +69,14 @@ def test_reports_d88_d89_small_floats_need_no_torch(tmp_path: Path, dtype: Any) 
 
 
 @pytest.mark.parametrize("dtype", ["F4", "F6_E2M3", "F6_E3M2", "I4"])
-def test_report_d91_packed_types_are_refused_by_name(tmp_path: Path, dtype: str) -> None:
+def test_packed_types_are_refused_by_name(tmp_path: Path, dtype: str) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(packed({"kernel": entry(dtype, [3, 4], 0, 6), "bias": entry("F32", [4], 6, 22)}, b"\0" * 22))
     refused(path, dtype, "kernel")
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
-def test_report_d93_views_are_copied(tmp_path: Path, suffix: str) -> None:
+def test_views_are_copied(tmp_path: Path, suffix: str) -> None:
     value = np.arange(12.0, dtype=np.float32).reshape(4, 3).T
     lm.save(nnx.Dict(a=nnx.Variable(value)), tmp_path / f"m{suffix}")
     with np.load(tmp_path / "m.npz") if suffix == ".npz" else _Closing(load_file(tmp_path / "m.safetensors")) as read:
@@ -92,7 +92,7 @@ class _Closing(dict[str, Any]):
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
-def test_report_d117_keys_are_left_out_and_what_no_format_holds_is_named(tmp_path: Path, suffix: str) -> None:
+def test_keys_are_left_out_and_what_no_format_holds_is_named(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"m{suffix}"
     lm.save(nnx.Dict(drop=nnx.Dropout(0.5, rngs=nnx.Rngs(0)), a=nnx.Param(jnp.ones(2))), path)
     assert set(load_file(path) if suffix == ".safetensors" else np.load(path)) == {"a"}
@@ -117,14 +117,14 @@ def test_report_d117_keys_are_left_out_and_what_no_format_holds_is_named(tmp_pat
         (b"\x93NUMPY\x01\x00" + b" " * 60, "npy"),
     ],
 )
-def test_report_d96_what_is_no_checkpoint_is_recognized(tmp_path: Path, content: bytes, word: str) -> None:
+def test_what_is_no_checkpoint_is_recognized(tmp_path: Path, content: bytes, word: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     refused(path, word)
 
 
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.99])
-def test_report_d96_a_cut_download_tells_both_sizes(tmp_path: Path, keep: float) -> None:
+def test_a_cut_download_tells_both_sizes(tmp_path: Path, keep: float) -> None:
     save_file(tensors(), tmp_path / "whole.safetensors")
     raw = (tmp_path / "whole.safetensors").read_bytes()
     cut = raw[: int(len(raw) * keep)]
@@ -132,7 +132,7 @@ def test_report_d96_a_cut_download_tells_both_sizes(tmp_path: Path, keep: float)
     refused(tmp_path / "cut.safetensors", "bytes")
 
 
-def test_report_d97_the_limit_of_the_header_can_be_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_the_header_can_be_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(tensors(), tmp_path / "m.safetensors")
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 64)
     refused(tmp_path / "m.safetensors", "64 bytes")
@@ -141,13 +141,13 @@ def test_report_d97_the_limit_of_the_header_can_be_raised(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 2**31])
-def test_report_d98_a_length_is_compared_with_the_file_first(tmp_path: Path, length: int) -> None:
+def test_a_length_is_compared_with_the_file_first(tmp_path: Path, length: int) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(struct.pack("<Q", length) + b"{}" * 40)
     refused(path, f"{length:,}")
 
 
-def test_report_d101_an_unknown_dtype_hides_nothing(tmp_path: Path) -> None:
+def test_an_unknown_dtype_hides_nothing(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(packed({"kernel": entry("Q4", [3, 4], 10**6, 10**6 + 6)}, b"\0" * 6))
     refused(path, "Q4", "kernel")
@@ -164,7 +164,7 @@ def test_report_d101_an_unknown_dtype_hides_nothing(tmp_path: Path) -> None:
     ],
     ids=["overlap", "hole", "tail", "hole at the start", "out of range"],
 )
-def test_report_d102_offsets_that_do_not_tile_the_file(tmp_path: Path, spans: list[Any]) -> None:
+def test_offsets_that_do_not_tile_the_file(tmp_path: Path, spans: list[Any]) -> None:
     (a, b), (c, d), *tail = spans
     header = {"kernel": entry("F32", [3, 4], a, b), "bias": entry("F32", [4], c, d)}
     path = tmp_path / "m.safetensors"
@@ -176,7 +176,7 @@ def test_report_d102_offsets_that_do_not_tile_the_file(tmp_path: Path, spans: li
 
 
 @pytest.mark.parametrize("name", ["../x.safetensors", "/x.safetensors", "a/x.safetensors", "..\\x.safetensors", "C:x"])
-def test_report_d103_an_index_stays_in_its_folder(tmp_path: Path, name: str) -> None:
+def test_an_index_stays_in_its_folder(tmp_path: Path, name: str) -> None:
     save_file(tensors(), tmp_path / "x.safetensors")
     (tmp_path / "model").mkdir()
     index = tmp_path / "model" / "model.safetensors.index.json"
@@ -194,7 +194,7 @@ class Opens:
 
 @pytest.mark.parametrize("suffix", [".pt", ".bin", ".safetensors", ".npz", ".dat"])
 @pytest.mark.parametrize("zipped", [True, False])
-def test_report_d106_no_code_of_a_file_runs(tmp_path: Path, suffix: str, zipped: bool) -> None:
+def test_no_code_of_a_file_runs(tmp_path: Path, suffix: str, zipped: bool) -> None:
     marker, path = tmp_path / "marker", tmp_path / f"m{suffix}"
     raw = pickle.dumps({"kernel": Opens(marker)}, protocol=2)
     if zipped:
@@ -208,7 +208,7 @@ def test_report_d106_no_code_of_a_file_runs(tmp_path: Path, suffix: str, zipped:
     assert not marker.exists()
 
 
-def test_report_d108_the_tar_format_is_refused(tmp_path: Path) -> None:
+def test_the_tar_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "old.pt"
     with tarfile.open(path, "w") as tar:
         for name in ("storages", "tensors", "pickle"):
@@ -217,7 +217,7 @@ def test_report_d108_the_tar_format_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.npz"])
-def test_report_d110_a_cut_archive_is_incomplete(tmp_path: Path, name: str) -> None:
+def test_a_cut_archive_is_incomplete(tmp_path: Path, name: str) -> None:
     arrays: dict[str, Any] = dict(tensors())
     np.savez(tmp_path / "whole.npz", **arrays)
     raw = (tmp_path / "whole.npz").read_bytes()
@@ -228,7 +228,7 @@ def test_report_d110_a_cut_archive_is_incomplete(tmp_path: Path, name: str) -> N
 # ---------------------------------------------------------------- loading
 
 
-def test_reports_d111_d112_the_bytes_are_read_once_on_the_host(tmp_path: Path) -> None:
+def test_the_bytes_are_read_once_on_the_host(tmp_path: Path) -> None:
     """Mapped, or copied once: the peak beside the mapped file is measured in tests/benchmarks/load.py."""
     lm.save(plain_mlp(), tmp_path / "m.safetensors")
     model = lazy_mlp()
@@ -237,7 +237,7 @@ def test_reports_d111_d112_the_bytes_are_read_once_on_the_host(tmp_path: Path) -
         assert_same_bits(lm.state_dict(model)[name], value)
 
 
-def test_report_d113_other_shapes_are_a_choice_of_their_own(tmp_path: Path) -> None:
+def test_other_shapes_are_a_choice_of_their_own(tmp_path: Path) -> None:
     save_file(tensors() | {"bias": np.ones(5, np.float32)}, tmp_path / "m.safetensors")
     with pytest.raises(lm.StateDictError):
         lm.load(lazy(), tmp_path / "m.safetensors", strict=False)
@@ -246,7 +246,7 @@ def test_report_d113_other_shapes_are_a_choice_of_their_own(tmp_path: Path) -> N
     assert_same_bits(layer.kernel[...], tensors()["kernel"])
 
 
-def test_report_d115_a_failed_load_leaves_the_whole_model(tmp_path: Path) -> None:
+def test_a_failed_load_leaves_the_whole_model(tmp_path: Path) -> None:
     entries = {n: np.array(v) for n, v in lm.state_dict(plain_mlp()).items()}
     entries["fc2.bias"] = np.ones(9, np.float32)
     save_file(entries, tmp_path / "m.safetensors")
