@@ -117,7 +117,7 @@ def test_what_is_compiled_in_a_mode_is_compiled_once() -> None:
 
     @jax.jit
     def f(x: jax.Array) -> jax.Array:
-        traces.append(x)
+        traces.append(x.shape)
         with ag.enable_grad():
             return x**2
 
@@ -355,12 +355,12 @@ def test_a_decorated_generator_is_in_the_mode_while_it_runs_and_not_while_it_wai
     assert_same(jax.grad(f)(X), 2 * X + 3 * X + 3 * X**2 - X**2)
     steps: Any = tripled(X)  # begun where nothing is differentiated
     next(steps)
-    assert_same(jax.grad(lambda x: (x * steps.send(x)).sum())(X), 3 * X)
-    steps.close()
+    assert_same(jax.grad(lambda x: (x * steps.send(x), steps.close())[0].sum())(X), 3 * X)
 
 
 def test_a_decorated_generator_returns_and_cleans_up_in_its_mode() -> None:
-    made = []
+    made: list[Any] = []
+    returned: list[Any] = []
 
     @ag.no_grad()
     def steps(x: jax.Array) -> Iterator[jax.Array]:
@@ -372,14 +372,11 @@ def test_a_decorated_generator_returns_and_cleans_up_in_its_mode() -> None:
 
     def f(x: jax.Array) -> jax.Array:
         def both() -> Any:
-            returned = yield from steps(x)
-            return returned
+            returned.append((yield from steps(x)))
 
-        waiting = both()
-        next(waiting)
-        with pytest.raises(StopIteration) as stop:
-            next(waiting)
-        return (stop.value.value * x + made.pop() * x).sum()
+        returned.clear()
+        list(both())
+        return (returned.pop() * x + made.pop() * x).sum()
 
     assert_same(jax.grad(f)(X), 6 * X)
 
@@ -405,11 +402,12 @@ def test_a_block_that_a_generator_leaves_late_changes_nothing_there() -> None:
         return next(waiting).sum()
 
     before = get_opaque_trace_state()
-    jax.grad(f)(X)
-    kept.pop().close()
-    assert get_opaque_trace_state() == before
-    jax.grad(f)(X)
-    assert_same(jax.grad(lambda x: (kept.pop().close() or x**2).sum())(X), 2 * X)
+    with jax.check_tracer_leaks(False):  # this is one
+        jax.grad(f)(X)
+        kept.pop().close()
+        assert get_opaque_trace_state() == before
+        jax.grad(f)(X)
+        assert_same(jax.grad(lambda x: (kept.pop().close() or x**2).sum())(X), 2 * X)
 
 
 def test_coroutines_and_asynchronous_generators() -> None:
