@@ -137,8 +137,18 @@ class GradModeTrace(OperationByOperation):
         return self._passed(self.parent_trace.process_custom_vjp_call, primitive, fun, fwd, bwd, tracers, **rest)
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
-        inputs = self._constants_of(tracers) if self.stops else tracers
-        return self._passed(self.parent_trace.process_shard_map, primitive, fun, inputs, **params)
+        if not self.stops:
+            return self._passed(self.parent_trace.process_shard_map, primitive, fun, tracers, **params)
+        made = []
+
+        def staged(*operands: Any) -> list[Any]:
+            out = primitive.bind(*operands, subfuns=(fun,), **params)
+            made.append(out.map(jax.typeof))  # its structure, and no tracer
+            return list(out)
+
+        with set_current_trace(self):  # as a jaxpr, in which there may be marks
+            out = jax.jit(staged)(*tracers)
+        return made[0].update(out)
 
     def stage_value(self, val: Any) -> Any:
         return self.parent_trace.stage_value(val)

@@ -24,7 +24,9 @@ ON = "lazymods.enable_grad"
 INFERENCE_OFF = "lazymods.inference_mode_off"  # counts inside of inference_mode as well
 
 # What does with its operands what its jaxprs do; a custom rule is one operation.
-_BODIES = frozenset(("jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "checkpoint", "remat2"))
+_BODIES = frozenset(
+    ("jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "checkpoint", "remat2", "shard_map")
+)
 
 _marks: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 _stopped: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
