@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src.source_info_util import SourceInfo
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
@@ -19,6 +20,7 @@ from lazymods._compat.finding import require
 
 require(Jaxpr, "replace", "eqns")
 require(JaxprEqn, "replace", "source_info")
+require(SourceInfo, "name_stack")
 
 ON = "lazymods.enable_grad"
 INFERENCE_OFF = "lazymods.inference_mode_off"  # counts inside of inference_mode as well
