@@ -21,6 +21,7 @@ from lazymods._initial.pending import PendingInit
 
 STATE = _compat.own_name("state")  # the attribute that makes a layer lazy
 HOOKS = _compat.own_name("hooks")  # the attribute that holds a module's hooks
+REQUIRES_GRAD = "requires_grad"  # metadata of a parameter, by PyTorch's name; one without it is trained
 Path = tuple[Any, ...]
 _PRIVATE = frozenset((STATE, HOOKS, _compat.STATE, _compat.NODES))
 
@@ -205,6 +206,11 @@ def at(model: Any, path: Path) -> Any:
 def variables(model: Any) -> list[nnx.Variable[Any]]:
     """Every Variable once."""
     return list({id(e.value): e.value for e in entries(model) if isinstance(e.value, nnx.Variable)}.values())
+
+
+def is_trained(variable: nnx.Param[Any]) -> bool:
+    """Whether a parameter has not been frozen."""
+    return not variable.has_metadata(REQUIRES_GRAD) or bool(variable.get_metadata(REQUIRES_GRAD))
 
 
 def is_placeholder(value: Any) -> bool:

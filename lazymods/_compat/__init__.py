@@ -15,10 +15,14 @@ from lazymods._errors import MissingNameError as _MissingNameError
 
 if TYPE_CHECKING:
     from lazymods._compat.births import birth_trace as birth_trace
+    from lazymods._compat.births import current_home as current_home
     from lazymods._compat.equations import bind_equation as bind_equation
     from lazymods._compat.fast_traces import at_trace as at_trace
     from lazymods._compat.fast_traces import current_trace as current_trace
     from lazymods._compat.fast_traces import executing as executing
+    from lazymods._compat.grad_modes import Mode as Mode
+    from lazymods._compat.grad_modes import close_block as close_block
+    from lazymods._compat.grad_modes import open_block as open_block
     from lazymods._compat.initializers import is_jax_initializer as is_jax_initializer
     from lazymods._compat.initializers import kept_when_compiled as kept_when_compiled
     from lazymods._compat.initializers import with_modules as with_modules
@@ -69,9 +73,10 @@ if TYPE_CHECKING:
     from lazymods._compat.variables import write_variable as write_variable
 
 _FUNCTIONS = {
-    "births": "birth_trace",
+    "births": "birth_trace current_home",
     "equations": "bind_equation",
     "fast_traces": "at_trace current_trace executing",
+    "grad_modes": "Mode close_block open_block",
     "initializers": "is_jax_initializer kept_when_compiled with_modules",
     "objects": "NODES REFERENCES STATE check_without data_names declared_names forget_data_name inherit_data_names "
     "is_pytree laid_out_as make_quietly mapping_of_names names_of new_object new_state own_name put_in_front "
@@ -93,6 +98,7 @@ _FEATURES = {
     "abstract": "running a model without values",
     "calls": "lm.lazytensor",
     "fast_traces": "the first call of a layer",
+    "grad_modes": "switching gradients off in lm.autograd",
     "jit": "lm.jit",
     "placing": "bringing arrays to a device",
     "subclasses": "lm.jit and lm.lazytensor",

@@ -50,3 +50,8 @@ def set_opaque(state: Any, opaque: Any) -> None:
 def birth_trace(node: Any) -> Any:
     """Return the trace in which an nnx object or Variable was born, or None if that trace has ended."""
     return reference_of(opaque_of(state_of(node)))()
+
+
+def current_home() -> Any:
+    """Return the trace in which an nnx object or Variable that is made now is born."""
+    return reference_of(get_opaque_trace_state(convention="nnx"))()

@@ -38,8 +38,8 @@ class LazyState:
         self.keys = keys
         self.turns = turns
         self.given = dict(given or {})
-        trace = _compat.current_trace()
-        self.home = None if trace is _compat.eval_trace() else _compat.weak(trace)
+        here = _compat.current_trace() is _compat.eval_trace()
+        self.home = None if here else _compat.weak(_compat.current_home())
 
     def built_in(self, trace: Any) -> bool:
         """Whether the layer was built in ``trace`` (rather than copied into it)."""

@@ -38,6 +38,7 @@ class ParameterShape:
         shared: Whether it is one that an earlier row has too: totals count it once.
         init: How ``materialize`` makes it: by which initializer, and from which compiled kernel; the value itself
             where all elements are equal; '' if it has a value, or is made by ``initialize_parameters``.
+        trained: Of an ``nnx.Param``, False if it is frozen (``lm.autograd.requires_grad_``); None of a buffer.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ParameterShape:
     dtype: Any
     shared: bool = False
     init: str = ""
+    trained: bool | None = None
 
     @property
     def size(self) -> int | None:
@@ -126,6 +128,19 @@ class ShapeReport:
         return sum(p.size or 0 for row in self.rows for p in row.parameters if not p.shared)
 
     @property
+    def trained_parameters(self) -> int:
+        """The number of elements of all ``nnx.Param`` that are trained, of those whose shape is known."""
+        return self._count(trained=True)
+
+    @property
+    def frozen_parameters(self) -> int:
+        """The number of elements of all ``nnx.Param`` that are frozen, of those whose shape is known."""
+        return self._count(trained=False)
+
+    def _count(self, trained: bool) -> int:
+        return sum(p.size or 0 for r in self.rows for p in r.parameters if p.trained is trained and not p.shared)
+
+    @property
     def total_bytes(self) -> int:
         """The number of bytes of all parameters and buffers whose shape is known."""
         return sum(p.nbytes or 0 for row in self.rows for p in row.parameters if not p.shared)
@@ -164,6 +179,8 @@ class ShapeReport:
         """Return the totals as a line."""
         at_least = "" if self.is_complete else ", and what is not known yet (?)"
         parts = [f"total: {self.total_parameters:,} parameters, {_bytes(self.total_bytes)}{at_least}"]
+        if any(p.trained is False for row in self.rows for p in row.parameters):
+            parts.append(f"{self.trained_parameters:,} trained, {self.frozen_parameters:,} frozen")
         if self.flops is not None:
             parts.append(f"{self.flops:,.0f} FLOPs")
         if self.kernels:
@@ -328,7 +345,9 @@ def _own_parameters(node: Any, seen: set[int]) -> Iterator[ParameterShape]:
         for entry in _graph.entries(holder):
             if isinstance(entry.value, nnx.RngState) or _inside_object(holder, entry.path):
                 continue
-            yield dataclasses.replace(_shape_of(entry.name, entry.value), shared=id(entry.value) in seen)
+            trained = _graph.is_trained(entry.value) if isinstance(entry.value, nnx.Param) else None
+            shape = _shape_of(entry.name, entry.value)
+            yield dataclasses.replace(shape, shared=id(entry.value) in seen, trained=trained)
             seen.add(id(entry.value))
 
 

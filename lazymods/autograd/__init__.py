@@ -1,8 +1,13 @@
-"""Gradients by NNX's meaning: which parameters get one, and by which convention.
+"""Gradients by NNX's meaning: which parameters get one, where there are any, and by which convention.
 
-``freezing`` says which parameters are trained, ``gradient`` differentiates with respect to those.
+``freezing`` says which parameters are trained, ``gradient`` differentiates with respect to those, ``modes`` switches
+gradients off for a block, ``masks`` keeps them finite where a function is not.
 """
 
 from lazymods.autograd.freezing import requires_grad_ as requires_grad_
 from lazymods.autograd.gradient import grad as grad
 from lazymods.autograd.gradient import value_and_grad as value_and_grad
+from lazymods.autograd.masks import safe_where as safe_where
+from lazymods.autograd.modes import enable_grad as enable_grad
+from lazymods.autograd.modes import inference_mode as inference_mode
+from lazymods.autograd.modes import no_grad as no_grad

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from flax import nnx
 
 from lazymods import _graph
+from lazymods._errors import Problem, describe
+from lazymods._refusals import ArgumentError
 
-_FLAG = "requires_grad"  # PyTorch's name; a parameter without it is trained
-
-Target = TypeVar("Target", bound=nnx.Module | nnx.Param[Any])
+Target = TypeVar("Target", bound=nnx.Pytree | nnx.Param[Any])
 
 
 def requires_grad_(target: Target, flag: bool = True) -> Target:
@@ -25,14 +25,14 @@ def requires_grad_(target: Target, flag: bool = True) -> Target:
     :func:`lazymods.autograd.grad`) and of updates (``nnx.Optimizer(model, tx, wrt=lm.trainable)``).
 
     Args:
-        target: A module, for all of its ``nnx.Param``, or one of them.
+        target: A module or a part of one, for all ``nnx.Param`` in it, or one of them.
         flag: False freezes them, True trains them again.
 
     Returns:
         ``target``.
 
     Raises:
-        TypeError: If ``target`` is neither.
+        ArgumentError: If ``target`` is neither, or ``flag`` is no bool.
 
     References:
         ``torch.nn.Module.requires_grad_`` and ``torch.Tensor.requires_grad_``.
@@ -45,18 +45,26 @@ def requires_grad_(target: Target, flag: bool = True) -> Target:
         >>> [".".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(model, lm.trainable))]
         ['layers.1.bias', 'layers.1.kernel']
     """
-    if isinstance(target, nnx.Param):
-        found = [target]
-    elif isinstance(target, nnx.Module):
-        found = [v for v in _graph.variables(target) if isinstance(v, nnx.Param)]
-    else:
-        raise TypeError(f"requires_grad_ takes an nnx.Module or an nnx.Param, got {type(target).__name__}")
+    if not isinstance(target, (nnx.Param, nnx.Pytree)):
+        raise ArgumentError(_not_a_module(target))
+    if not isinstance(flag, bool):
+        needed, write = "True, to train the parameters, or False", "lm.autograd.requires_grad_(model, False)"
+        raise ArgumentError(Problem("lm.autograd.requires_grad_: flag", describe(flag), needed, write))
+    found = [target] if isinstance(target, nnx.Param) else _graph.variables(target)
     for parameter in found:
+        if not isinstance(parameter, nnx.Param):
+            continue
         if not flag:
-            parameter.set_metadata(_FLAG, False)
-        elif parameter.has_metadata(_FLAG):
-            parameter.del_metadata(_FLAG)
+            parameter.set_metadata(_graph.REQUIRES_GRAD, False)
+        elif parameter.has_metadata(_graph.REQUIRES_GRAD):
+            parameter.del_metadata(_graph.REQUIRES_GRAD)
     return target
+
+
+def _not_a_module(target: Any) -> Problem:
+    needed = "an nnx.Module, or an nnx.Param of one: other values are never trained"
+    write = "lm.autograd.requires_grad_(model, False), or of a part: model.layers[0], model.layers[0].kernel"
+    return Problem("lm.autograd.requires_grad_", describe(target), needed, write)
 
 
 def trainable(path: Any, value: Any) -> bool:
@@ -69,4 +77,4 @@ def trainable(path: Any, value: Any) -> bool:
     Returns:
         Whether it is an ``nnx.Param`` that :func:`lazymods.autograd.requires_grad_` has not frozen.
     """
-    return isinstance(value, nnx.Param) and (not value.has_metadata(_FLAG) or bool(value.get_metadata(_FLAG)))
+    return isinstance(value, nnx.Param) and _graph.is_trained(value)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from lazymods._refusals import refuse_uncallable
 from lazymods.autograd.freezing import trainable
+from lazymods.autograd.refusals import refuse_argnums, refuse_arguments, returning_scalar
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
@@ -35,9 +36,9 @@ def grad(
         them for several arguments; with ``has_aux`` a pair of that and the rest.
 
     Raises:
-        ArgumentError: If ``fn`` can't be called.
+        ArgumentError: If ``fn`` can't be called. When it is called, if ``fn`` returns no real scalar, or if what
+            to differentiate by is an integer, or a module of which all is frozen.
         UninitializedError: When it is called, if a lazy layer of an argument is called first in there.
-        TypeError: When it is called, if ``fn`` returns no real scalar.
 
     Example:
         >>> import jax.numpy as jnp, lazymods as lm
@@ -45,12 +46,15 @@ def grad(
         >>> lm.autograd.grad(lambda z: jnp.abs(z).sum(), conjugate=True)(z)
         Array([0.6+0.8j], dtype=complex64)
     """
-    refuse_uncallable("lm.autograd.grad", fn)
+    where = "lm.autograd.grad"
+    refuse_uncallable(where, fn)
+    refuse_argnums(where, argnums)
     differentiate: Any = nnx.grad
-    of_fn = differentiate(fn, argnums=_of_trained(argnums), has_aux=has_aux)
+    of_fn = differentiate(returning_scalar(where, fn, has_aux), argnums=_of_trained(argnums), has_aux=has_aux)
 
     @functools.wraps(fn)
     def gradient(*args: Any, **kwargs: Any) -> Any:
+        refuse_arguments(where, argnums, args, kwargs)
         out = of_fn(*args, **kwargs)
         if not conjugate:
             return out
@@ -74,21 +78,24 @@ def value_and_grad(
         A function of the arguments of ``fn`` that returns what ``fn`` returns, and the gradient.
 
     Raises:
-        ArgumentError: If ``fn`` can't be called.
+        ArgumentError: If ``fn`` can't be called. When it is called, if ``fn`` returns no real scalar, or if what
+            to differentiate by is an integer, or a module of which all is frozen.
         UninitializedError: When it is called, if a lazy layer of an argument is called first in there.
-        TypeError: When it is called, if ``fn`` returns no real scalar.
 
     Example:
         >>> import jax.numpy as jnp, lazymods as lm
         >>> lm.autograd.value_and_grad(lambda x: (x**2).sum())(jnp.array([1.0, 2.0]))
         (Array(5., dtype=float32), Array([2., 4.], dtype=float32))
     """
-    refuse_uncallable("lm.autograd.value_and_grad", fn)
+    where = "lm.autograd.value_and_grad"
+    refuse_uncallable(where, fn)
+    refuse_argnums(where, argnums)
     differentiate: Any = nnx.value_and_grad
-    of_fn = differentiate(fn, argnums=_of_trained(argnums), has_aux=has_aux)
+    of_fn = differentiate(returning_scalar(where, fn, has_aux), argnums=_of_trained(argnums), has_aux=has_aux)
 
     @functools.wraps(fn)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+        refuse_arguments(where, argnums, args, kwargs)
         value, found = of_fn(*args, **kwargs)
         return value, _conjugated(found) if conjugate else found
 

@@ -95,6 +95,7 @@ class TraceStage:
         if original is layer:
             return False
         args, kwargs = first_call.as_specs((args, kwargs))
+        told = _metadata_given(original, layer)
         _graph.LOCAL.stage = None
         try:
             with _compat.at_trace(_compat.eval_trace()), lifecycle.LOCK:
@@ -104,6 +105,11 @@ class TraceStage:
             _graph.LOCAL.stage = self
         with _compat.at_trace(self._trace):
             self._adopt(TracedState([original]))
+        for path, metadata, left in told:
+            variable = _graph.at(layer, path)
+            variable.set_metadata(variable.get_metadata() | metadata)
+            for name in left:
+                variable.del_metadata(name)
         return True
 
     def _adopt(self, traced_state: TracedState) -> None:
@@ -118,6 +124,19 @@ class TraceStage:
                 self.adopted.append((Place(node, key), value))
                 self._copies.give(node, key, _compat_jit.as_input(value))
         self._copies.begin(traced_state, renewed=True)
+
+
+def _metadata_given(original: Any, layer: Any) -> list[tuple[_graph.Path, dict[str, Any], list[str]]]:
+    """Return what metadata the placeholders of a layer have got since it was copied, and have no more, by path."""
+    found = []
+    for entry in _graph.entries(original):
+        copy = _graph.at(layer, entry.path)
+        if _graph.is_placeholder(entry.value) and _graph.is_placeholder(copy):
+            before, now = entry.value.get_metadata(), copy.get_metadata()
+            given = {name: value for name, value in now.items() if name not in before or before[name] is not value}
+            if given or len(now) != len(before):
+                found.append((entry.path, given, [name for name in before if name not in now]))
+    return found
 
 
 class Body:

@@ -185,7 +185,7 @@ def _check_entry(plan: LoadPlan, place: Place, value: Any) -> None:
         line = "a plain array, with a number in each place," if odd else "jnp.asarray(...)"
         plan.problem(place, got, "an array of numbers", f"{line} for {place.name}")
         return
-    if isinstance(array, Tracer) and home_trace(plan.model) is not _compat.current_trace():
+    if isinstance(array, Tracer) and home_trace(plan.model) is not _compat.current_home():
         got = f"{describe(array)}, a traced value of a transform that the model is outside of"
         plan.problem(place, got, "a value that outlives the transform", "the load before or after the transform")
         return

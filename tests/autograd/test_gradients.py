@@ -130,10 +130,8 @@ def test_other_variables_are_never_trained() -> None:
 
 @pytest.mark.parametrize("target", [jnp.zeros(2), nnx.BatchStat(jnp.zeros(2)), None, {"a": 1}])
 def test_what_has_no_parameters_is_refused(target: Any) -> None:
-    with pytest.raises(TypeError) as error:
+    with pytest.raises(lm.ArgumentError, match="other values are never trained"):
         lm.autograd.requires_grad_(target, False)
-    got = type(target).__name__
-    assert str(error.value) == f"requires_grad_ takes an nnx.Module or an nnx.Param, got {got}"
 
 
 # ---------------------------------------------------------------- gradients

@@ -40,7 +40,7 @@ from flax import nnx
 ROOT = Path(__file__).parents[2]
 COMPAT = ROOT / "lazymods" / "_compat"
 ESSENTIAL = ("import", "first call", "state_dict", "save", "load", "materialize")
-OTHERS = ("in jax.jit", "as an argument", "lm.jit", "lazy tensors")
+OTHERS = ("in jax.jit", "as an argument", "lm.jit", "lazy tensors", "no_grad")
 GONE = "__gone"
 
 
@@ -337,6 +337,17 @@ class Trial:
         model = self.lazy()
         nnx.jit(lambda model, x: model(x))(model, self.x)
         self.check(model)
+
+    def do_no_grad(self) -> None:
+        def f(x: Any) -> Any:
+            with self.lm.autograd.no_grad():
+                y = jax.vmap(self.lm.autograd.enable_grad(lambda v: v * v))(x)
+                z = jax.nn.relu(x)
+            return (x * y + x * z).sum()
+
+        want = 3 * self.x**2 + np.maximum(self.x, 0)
+        for gradient in (jax.grad(f), jax.grad(jax.jit(f))):
+            np.testing.assert_allclose(gradient(self.x), want, rtol=1e-5)
 
     def do_lm_jit(self) -> None:
         model = self.explicit()
