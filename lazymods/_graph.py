@@ -130,10 +130,11 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
 def pytree_children(value: Any) -> list[tuple[Any, Any]]:
     """What an object of a registered class holds, by the keys that ``nnx.state`` gives: ``a`` of ``pair.a``."""
     found, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)
-    return [(_name_of(path[0]), child) for path, child in found]
+    return [(name_of(path[0]), child) for path, child in found]
 
 
-def _name_of(key: Any) -> Any:
+def name_of(key: Any) -> Any:
+    """Return what a key of JAX's paths is called in a path of a model."""
     for attribute in ("name", "key", "idx"):  # GetAttrKey, DictKey and FlattenedIndexKey, SequenceKey
         if hasattr(key, attribute):
             return getattr(key, attribute)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lazymods._refusals import refuse_uncallable
+from lazymods.autograd import variable_hooks
 from lazymods.autograd.freezing import trainable
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -52,9 +54,11 @@ def grad(
     @functools.wraps(fn)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         out = of_fn(*args, **kwargs)
-        if not conjugate:
-            return out
-        return (_conjugated(out[0]), out[1]) if has_aux else _conjugated(out)
+        found, *aux = out if has_aux else (out,)
+        if conjugate:
+            found = _conjugated(found)
+        _run_hooks(fn, argnums, args, kwargs, found)
+        return (found, *aux) if has_aux else found
 
     return gradient
 
@@ -90,7 +94,10 @@ def value_and_grad(
     @functools.wraps(fn)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         value, found = of_fn(*args, **kwargs)
-        return value, _conjugated(found) if conjugate else found
+        if conjugate:
+            found = _conjugated(found)
+        _run_hooks(fn, argnums, args, kwargs, found)
+        return value, found
 
     return value_and_gradient
 
@@ -99,6 +106,18 @@ def _of_trained(argnums: Argnums) -> Any:
     if isinstance(argnums, int):
         return nnx.DiffState(argnums, trainable)
     return argnums if isinstance(argnums, nnx.DiffState) else tuple(_of_trained(argnum) for argnum in argnums)
+
+
+def _run_hooks(fn: Callable[..., Any], argnums: Argnums, args: Any, kwargs: dict[str, Any], found: Any) -> None:
+    """Run the hooks of the Variables that a gradient was found for."""
+    if kwargs:  # nnx.grad counts keyword arguments, too
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+        bound.apply_defaults()
+        args = bound.args
+    several = not isinstance(argnums, (int, nnx.DiffState))
+    places = argnums if several else (argnums,)
+    numbers = [n.argnum if isinstance(n, nnx.DiffState) else n for n in places]
+    variable_hooks.run(zip([args[n] for n in numbers], found if several else (found,), strict=True))
 
 
 def _conjugated(tree: Any) -> Any:
