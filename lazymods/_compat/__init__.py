@@ -65,7 +65,6 @@ if TYPE_CHECKING:
     from lazymods._compat.variables import new_variable as new_variable
     from lazymods._compat.variables import raw_metadata as raw_metadata
     from lazymods._compat.variables import raw_values as raw_values
-    from lazymods._compat.variables import set_raw_metadata as set_raw_metadata
     from lazymods._compat.variables import value_of as value_of
     from lazymods._compat.variables import write_variable as write_variable
 
@@ -81,8 +80,7 @@ _FUNCTIONS = {
     "traces": "are_concrete asked_for_gradient counted dtype_of eval_trace home_trace is_tracer plain_device "
     "threefry_dtype weak",
     "transforms": "carrying_transforms fixed_structure mapping_axes transforms_running",
-    "variables": "NOT_GIVEN SET_RAW default_metadata new_variable raw_metadata raw_values "
-    "set_raw_metadata value_of write_variable",
+    "variables": "NOT_GIVEN SET_RAW default_metadata new_variable raw_metadata raw_values value_of write_variable",
 }
 _PLACES = {name: module for module, names in _FUNCTIONS.items() for name in names.split()}
 _TWINS = {  # and what it does

@@ -38,10 +38,7 @@ SET_RAW: Callable[[Any, Any], None] = RAW.__set__
 raw_metadata: Callable[[Any], dict[str, Any]] = METADATA.__get__
 """Return a Variable's own metadata dict."""
 
-set_raw_metadata: Callable[[Any, dict[str, Any]], None] = METADATA.__set__
-"""Give a Variable another metadata dict, from whatever trace is current."""
-
-_set_birth = BIRTH.__set__
+_set_birth, _set_metadata = BIRTH.__set__, METADATA.__set__
 _get_raw, _new_birth = RAW.__get__, type(BIRTH.__get__(nnx.Variable(0, hijax=False, ref=False)))
 
 
@@ -49,7 +46,7 @@ def new_variable(cls: type[nnx.Variable[Any]], raw: Any, metadata: dict[str, Any
     """Make a Variable without running its constructor."""
     variable = object.__new__(cls)
     _set_birth(variable, _new_birth())
-    set_raw_metadata(variable, metadata)
+    _set_metadata(variable, metadata)
     SET_RAW(variable, raw)
     return variable
 
@@ -75,7 +72,7 @@ def raw_values(variables: Any) -> list[Any]:
 def write_variable(variable: Any, cls: type, raw: Any, metadata: dict[str, Any]) -> None:
     """Set class, value and metadata of a Variable, from whatever trace is current."""
     SET_RAW(variable, raw)
-    set_raw_metadata(variable, metadata)
+    _set_metadata(variable, metadata)
     object.__setattr__(variable, "__class__", cls)
 
 

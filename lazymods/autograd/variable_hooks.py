@@ -9,6 +9,7 @@ counts from the next gradient on.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import threading
@@ -148,10 +149,12 @@ def _register(name: str, variable: Any, fn: Any, *, last: bool) -> RemovableHand
 
 
 def _set_hooks(variable: nnx.Variable[Any], hooks: tuple[GradientHook, ...]) -> None:
-    metadata = {k: v for k, v in _compat.raw_metadata(variable).items() if k != _KEY}
+    metadata = {k: v for k, v in variable.get_metadata().items() if k != _KEY}
     if hooks:
         metadata[_KEY] = hooks
-    _compat.set_raw_metadata(variable, metadata)  # whole: other threads may be reading, and no trace is written
+    birth = _compat.birth_trace(variable)  # a hook that runs in a trace may remove one of a Variable outside
+    with contextlib.nullcontext() if birth is None else _compat.at_trace(birth):
+        variable.set_metadata(metadata)  # whole: other threads may be reading
 
 
 # ---------------------------------------------------------------- running
