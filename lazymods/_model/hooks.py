@@ -1,6 +1,6 @@
 """Hooks on any nnx module, with PyTorch's names and arguments.
 
-A module with forward hooks has an intercepting class: a subclass of its own class, made once for each class,
+A module with forward or backward hooks has an intercepting class: a subclass of its own class, made once for each class,
 whose ``__call__`` runs the hooks. Removing the last hook gives the module its own class back, so a module
 without hooks pays nothing. The hooks are a static attribute of the module: copies, pickles and NNX transforms
 keep them.
@@ -8,6 +8,7 @@ keep them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -19,8 +20,10 @@ from flax import nnx
 from lazymods import _compat
 from lazymods._graph import HOOKS, STATE, hooks_of
 from lazymods._layer import first_call, lifecycle
+from lazymods._model.backward_hooks import AFTER, BEFORE, run_with_hooks
 
 _ids = itertools.count()
+_AT_CALLS = frozenset(("forward_pre", "forward", BEFORE, AFTER))
 _LOCK = lifecycle.LOCK  # a module's hooks and its class change together, as when a lazy layer becomes its class
 
 
@@ -79,9 +82,9 @@ def _set_hooks(module: nnx.Module, hooks: tuple[Hook, ...]) -> None:
         object.__setattr__(module, HOOKS, hooks)
     else:
         vars(module).pop(HOOKS, None)
-    forward = any(h.kind.startswith("forward") for h in hooks)
+    calls = any(h.kind in _AT_CALLS for h in hooks)
     own = unhooked_class(type(module))
-    wanted = hooked_class(own) if forward else own
+    wanted = hooked_class(own) if calls else own
     if type(module) is not wanted:
         _compat.set_class(module, wanted)
 
@@ -90,7 +93,7 @@ def _set_hooks(module: nnx.Module, hooks: tuple[Hook, ...]) -> None:
 
 
 class Hooked(nnx.Module):
-    """Mixed into a class whose instances have forward hooks."""
+    """Mixed into a class whose instances have forward or backward hooks."""
 
     _lazymods_own: type
 
@@ -99,16 +102,15 @@ class Hooked(nnx.Module):
         hooks = hooks_of(self)
         pre = [h for h in hooks if h.kind == "forward_pre"]
         waiting = [h for h in hooks if h.kind == "forward"]
+        backward = [h for h in hooks if h.kind in (BEFORE, AFTER)]
         try:
             for hook in (h for h in pre if h.early):
                 args, kwargs = _run_pre(self, hook, args, kwargs)
-            if STATE in vars(self):
-                with first_call.initialized(self, args, kwargs):
-                    args, kwargs, output = self._forward(pre, args, kwargs)
-            else:
-                args, kwargs, output = self._forward(pre, args, kwargs)
-            while waiting:
-                output = _run_post(self, waiting.pop(0), args, kwargs, output)
+            with first_call.initialized(self, args, kwargs) if STATE in vars(self) else contextlib.nullcontext():
+                for hook in (h for h in pre if not h.early):
+                    args, kwargs = _run_pre(self, hook, args, kwargs)
+                forward = functools.partial(self._forward, waiting, kwargs)
+                return run_with_hooks(self, backward, forward, args) if backward else forward(*args)
         except Exception as error:
             for hook in (h for h in waiting if h.always):
                 try:
@@ -116,12 +118,13 @@ class Hooked(nnx.Module):
                 except Exception as second:  # the first error is the one to tell
                     error.add_note(f"an always_call hook failed as well: {second!r}")
             raise
-        return output
 
-    def _forward(self, pre: list[Hook], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-        for hook in (h for h in pre if not h.early):
-            args, kwargs = _run_pre(self, hook, args, kwargs)
-        return args, kwargs, unhooked_class(type(self)).__call__(self, *args, **kwargs)
+    def _forward(self, waiting: list[Hook], kwargs: dict[str, Any], *args: Any) -> Any:
+        """Call the module's own class, then the forward hooks, each of which leaves the list before it runs."""
+        output = unhooked_class(type(self)).__call__(self, *args, **kwargs)
+        while waiting:
+            output = _run_post(self, waiting.pop(0), args, kwargs, output)
+        return output
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the module's own class, which can be imported."""
@@ -225,6 +228,71 @@ def register_forward_hook(
     """
     entry = Hook(next(_ids), "forward", hook, with_kwargs, always=always_call)
     return _register(module, entry, first=prepend)
+
+
+# ---------------------------------------------------------------- backward hooks (public, of lazymods.autograd)
+
+
+def register_full_backward_hook(
+    module: nnx.Module, hook: Callable[..., Any], *, prepend: bool = False
+) -> RemovableHandle:
+    """Run a hook whenever the gradients of a module's inputs are computed, under ``jax.grad`` or any other.
+
+    Hooks run in the backward pass of each call of the module, in the order in which they were registered, each on
+    what the one before returned; in compiled code while it is traced, and under ``vmap`` for each example. As in
+    PyTorch they see the gradients of positional arguments only, and run when those are there: with None for all if no
+    argument is differentiated, and not at all if no gradient reaches the outputs.
+
+    Args:
+        module: Any nnx module, also a lazy one. Inside an NNX transform hooks get a copy of it, with the values that
+            it had in the call.
+        hook: ``hook(module, grad_input, grad_output) -> None | new grad_input``. Both are tuples, with one entry for
+            each positional argument, and for each output. An entry has the structure of the argument, with None for
+            what has no gradient: integers, keys, Python numbers; in ``grad_output`` also outputs that were not used.
+        prepend: Run before all backward hooks that are registered.
+
+    Returns:
+        A handle whose ``remove()`` removes the hook.
+
+    Raises:
+        TypeError: If ``module`` is no nnx module or ``hook`` is not callable.
+        LazyError: When it runs, if the hook returns gradients of other shapes or dtypes.
+
+    References:
+        ``torch.nn.Module.register_full_backward_hook``.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, lazymods as lm
+        >>> from flax import nnx
+        >>> layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        >>> handle = lm.autograd.register_full_backward_hook(layer, lambda _, grad_in, grad_out: (grad_in[0] * 0,))
+        >>> jax.grad(lambda x: layer(x).sum())(jnp.ones((1, 2)))
+        Array([[0., 0.]], dtype=float32)
+    """
+    return _register(module, Hook(next(_ids), AFTER, hook), first=prepend)
+
+
+def register_full_backward_pre_hook(
+    module: nnx.Module, hook: Callable[..., Any], *, prepend: bool = False
+) -> RemovableHandle:
+    """Run a hook on the gradients of a module's outputs, before those of its parameters and inputs are computed.
+
+    Args:
+        module: As for :func:`register_full_backward_hook`.
+        hook: ``hook(module, grad_output) -> None | new grad_output``.
+        prepend: Run before all backward hooks that are registered.
+
+    Returns:
+        A handle whose ``remove()`` removes the hook.
+
+    Raises:
+        TypeError: If ``module`` is no nnx module or ``hook`` is not callable.
+        LazyError: When it runs, if the hook returns gradients of other shapes or dtypes.
+
+    References:
+        ``torch.nn.Module.register_full_backward_pre_hook``.
+    """
+    return _register(module, Hook(next(_ids), BEFORE, hook), first=prepend)
 
 
 # ---------------------------------------------------------------- state dict hooks (public)

@@ -4,6 +4,8 @@
 ``variable_hooks`` on what it found.
 """
 
+from lazymods._model.hooks import register_full_backward_hook as register_full_backward_hook
+from lazymods._model.hooks import register_full_backward_pre_hook as register_full_backward_pre_hook
 from lazymods.autograd.freezing import requires_grad_ as requires_grad_
 from lazymods.autograd.gradient import grad as grad
 from lazymods.autograd.gradient import value_and_grad as value_and_grad
