@@ -21,6 +21,7 @@ from lazymods._initial.pending import PendingInit
 
 STATE = _compat.own_name("state")  # the attribute that makes a layer lazy
 HOOKS = _compat.own_name("hooks")  # the attribute that holds a module's hooks
+REMOVED_HOOKS: set[int] = set()  # ids of those that were removed inside an nnx transform, which gives them back
 Path = tuple[Any, ...]
 _PRIVATE = frozenset((STATE, HOOKS, _compat.STATE, _compat.NODES))
 
@@ -226,6 +227,8 @@ def lazy_nodes(model: Any) -> list[tuple[Path, Any]]:
 def hooks_of(module: Any, kind: str | None = None) -> tuple[Any, ...]:
     """Return a module's hooks in the order in which they run."""
     hooks = vars(module).get(HOOKS, ())
+    if hooks and REMOVED_HOOKS:
+        hooks = tuple(h for h in hooks if h.id not in REMOVED_HOOKS)
     return hooks if kind is None else tuple(h for h in hooks if h.kind == kind)
 
 

@@ -265,9 +265,11 @@ def _mapped_once(run: Callable[..., Gradients], axis: Axis) -> Callable[..., Gra
 
 def _along(axis: Any, value: Any, dim: int | None) -> Any:
     """Return a value mapped along its first axis, repeated if it is not mapped."""
-    if dim is None:
-        return jnp.broadcast_to(value, (axis.size, *value.shape))
-    return jnp.moveaxis(value, dim, 0)
+    return jnp.broadcast_to(value, (axis.size, *value.shape)) if dim is None else _first(value, dim)
+
+
+def _first(value: Any, dim: int) -> Any:
+    return value if dim == 0 else jnp.moveaxis(value, dim, 0)  # nothing may come between the marks and the token
 
 
 def _batcher(primitive: Primitive) -> Callable[..., Any]:
@@ -279,7 +281,7 @@ def _batcher(primitive: Primitive) -> Callable[..., Any]:
         if together > params["count"] and dims[params["count"]] is None:
             raise LazyError(_APART)
         leaves = [_along(axis, v, d) for v, d in zip(values[:together], dims, strict=False)]
-        held = [v if d is None else jnp.moveaxis(v, d, 0) for v, d in zip(values, dims, strict=True)][together:]
+        held = [v if d is None else _first(v, d) for v, d in zip(values, dims, strict=True)][together:]
         new = Axis(axis.size, axis.name, axis.spmd_name, tuple(d is not None for d in dims[together:]))
         params["axes"] = (*params["axes"], new)
         if "avals" in params:

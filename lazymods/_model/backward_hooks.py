@@ -133,7 +133,7 @@ class _Held:
 # ---------------------------------------------------------------- running
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Call:
     """One call of a module, and the hooks that it had then."""
 
@@ -144,6 +144,9 @@ class Call:
 
     def __hash__(self) -> int:
         return hash(tuple(hook.id for hook in self.hooks))  # a function may have no hash
+
+    def __repr__(self) -> str:
+        return f"<{len(self.hooks)} backward hooks>"  # in jaxprs
 
     def at_outputs(self, state: Sequence[Any], found: Gradients) -> Gradients:
         """Run the hooks that come before the module's own backward pass; return the gradients of its outputs.

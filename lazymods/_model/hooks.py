@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from lazymods import _compat
-from lazymods._graph import HOOKS, STATE, hooks_of
+from lazymods._graph import HOOKS, REMOVED_HOOKS, STATE, hooks_of
 from lazymods._layer import first_call, lifecycle
 from lazymods._model.backward_hooks import AFTER, BEFORE, run_with_hooks
 
@@ -55,6 +55,8 @@ class RemovableHandle:
         module = self._module()
         if module is not None:
             with _LOCK:
+                if _compat.transforms_running():
+                    REMOVED_HOOKS.add(self._id)
                 _set_hooks(module, tuple(h for h in hooks_of(module) if h.id != self._id))
 
     def __enter__(self) -> RemovableHandle:
@@ -78,10 +80,13 @@ def _register(module: nnx.Module, hook: Hook, *, first: bool = False) -> Removab
 
 
 def _set_hooks(module: nnx.Module, hooks: tuple[Hook, ...]) -> None:
-    if hooks:
+    running = not hooks and isinstance(module, Hooked) and _compat.transforms_running()
+    if hooks or running:  # at its end an nnx transform wants the class that the module had at its beginning
         object.__setattr__(module, HOOKS, hooks)
     else:
         vars(module).pop(HOOKS, None)
+    if running:
+        return
     calls = any(h.kind in _AT_CALLS for h in hooks)
     own = unhooked_class(type(module))
     wanted = hooked_class(own) if calls else own
