@@ -21,7 +21,7 @@ from lazymods._initial.pending import PendingInit
 
 STATE = _compat.own_name("state")  # the attribute that makes a layer lazy
 HOOKS = _compat.own_name("hooks")  # the attribute that holds a module's hooks
-REMOVED_HOOKS: set[int] = set()  # ids of those that were removed inside an nnx transform, which gives them back
+REMOVED_HOOKS: set[int] = set()  # ids of those that were removed inside a transform, which may give them back
 Path = tuple[Any, ...]
 _PRIVATE = frozenset((STATE, HOOKS, _compat.STATE, _compat.NODES))
 

@@ -55,7 +55,7 @@ class RemovableHandle:
         module = self._module()
         if module is not None:
             with _LOCK:
-                if _compat.transforms_running():
+                if _inside_transform():
                     REMOVED_HOOKS.add(self._id)
                 _set_hooks(module, tuple(h for h in hooks_of(module) if h.id != self._id))
 
@@ -80,8 +80,8 @@ def _register(module: nnx.Module, hook: Hook, *, first: bool = False) -> Removab
 
 
 def _set_hooks(module: nnx.Module, hooks: tuple[Hook, ...]) -> None:
-    running = not hooks and isinstance(module, Hooked) and _compat.transforms_running()
-    if hooks or running:  # at its end an nnx transform wants the class that the module had at its beginning
+    running = not hooks and isinstance(module, Hooked) and _inside_transform()
+    if hooks or running:  # at its end a transform wants the class that the module had at its beginning
         object.__setattr__(module, HOOKS, hooks)
     else:
         vars(module).pop(HOOKS, None)
@@ -92,6 +92,10 @@ def _set_hooks(module: nnx.Module, hooks: tuple[Hook, ...]) -> None:
     wanted = hooked_class(own) if calls else own
     if type(module) is not wanted:
         _compat.set_class(module, wanted)
+
+
+def _inside_transform() -> bool:
+    return _compat.current_trace() is not _compat.eval_trace() or _compat.transforms_running()
 
 
 # ---------------------------------------------------------------- the intercepting class
@@ -105,6 +109,9 @@ class Hooked(nnx.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the hooks around the forward of the module's own class."""
         hooks = hooks_of(self)
+        if not hooks and not _inside_transform():  # the last one was removed inside one
+            with _LOCK:
+                _set_hooks(self, ())
         pre = [h for h in hooks if h.kind == "forward_pre"]
         waiting = [h for h in hooks if h.kind == "forward"]
         backward = [h for h in hooks if h.kind in (BEFORE, AFTER)]
@@ -114,7 +121,7 @@ class Hooked(nnx.Module):
             with first_call.initialized(self, args, kwargs) if STATE in vars(self) else contextlib.nullcontext():
                 for hook in (h for h in pre if not h.early):
                     args, kwargs = _run_pre(self, hook, args, kwargs)
-                forward = functools.partial(self._forward, waiting, kwargs)
+                forward = functools.partial(Hooked._forward, self, waiting, kwargs)
                 return run_with_hooks(self, backward, forward, args) if backward else forward(*args)
         except Exception as error:
             for hook in (h for h in waiting if h.always):
