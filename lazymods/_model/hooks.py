@@ -1,6 +1,6 @@
 """Hooks on any nnx module, with PyTorch's names and arguments.
 
-A module with forward or backward hooks has an intercepting class: a subclass of its own class, made once for each class,
+A module with forward or backward hooks has an intercepting class: a subclass of its own class, made once for each,
 whose ``__call__`` runs the hooks. Removing the last hook gives the module its own class back, so a module
 without hooks pays nothing. The hooks are a static attribute of the module: copies, pickles and NNX transforms
 keep them.
@@ -22,7 +22,7 @@ from lazymods._graph import HOOKS, REMOVED_HOOKS, STATE, hooks_of
 from lazymods._layer import first_call, lifecycle
 from lazymods._model.backward_hooks import AFTER, BEFORE, run_with_hooks
 
-_ids = itertools.count()
+ids = itertools.count()  # of hooks
 _AT_CALLS = frozenset(("forward_pre", "forward", BEFORE, AFTER))
 _LOCK = lifecycle.LOCK  # a module's hooks and its class change together, as when a lazy layer becomes its class
 
@@ -68,7 +68,20 @@ class RemovableHandle:
         self.remove()
 
 
-def _register(module: nnx.Module, hook: Hook, *, first: bool = False) -> RemovableHandle:
+def register(module: nnx.Module, hook: Hook, *, first: bool = False) -> RemovableHandle:
+    """Put a hook on a module.
+
+    Args:
+        module: Any nnx module.
+        hook: The hook.
+        first: Before all that are there.
+
+    Returns:
+        A handle whose ``remove()`` removes it.
+
+    Raises:
+        TypeError: If ``module`` is no nnx module, or what the hook runs is not callable.
+    """
     if not isinstance(module, nnx.Module):
         raise TypeError(f"hooks go on an nnx.Module, got {type(module).__name__}")
     if not callable(hook.function):
@@ -210,8 +223,8 @@ def register_forward_pre_hook(
     Raises:
         TypeError: If ``module`` is no nnx module or ``hook`` is not callable.
     """
-    entry = Hook(next(_ids), "forward_pre", hook, with_kwargs, early=prepend)
-    return _register(module, entry, first=prepend)
+    entry = Hook(next(ids), "forward_pre", hook, with_kwargs, early=prepend)
+    return register(module, entry, first=prepend)
 
 
 def register_forward_hook(
@@ -238,73 +251,8 @@ def register_forward_hook(
     Raises:
         TypeError: If ``module`` is no nnx module or ``hook`` is not callable.
     """
-    entry = Hook(next(_ids), "forward", hook, with_kwargs, always=always_call)
-    return _register(module, entry, first=prepend)
-
-
-# ---------------------------------------------------------------- backward hooks (public, of lazymods.autograd)
-
-
-def register_full_backward_hook(
-    module: nnx.Module, hook: Callable[..., Any], *, prepend: bool = False
-) -> RemovableHandle:
-    """Run a hook whenever the gradients of a module's inputs are computed, under ``jax.grad`` or any other.
-
-    Hooks run in the backward pass of each call of the module, in the order in which they were registered, each on
-    what the one before returned; in compiled code while it is traced, and under ``vmap`` for each example. As in
-    PyTorch they see the gradients of positional arguments only, and run when those are there: with None for all if no
-    argument is differentiated, and not at all if no gradient reaches the outputs.
-
-    Args:
-        module: Any nnx module, also a lazy one. Inside an NNX transform hooks get a copy of it, with the values that
-            it had in the call.
-        hook: ``hook(module, grad_input, grad_output) -> None | new grad_input``. Both are tuples, with one entry for
-            each positional argument, and for each output. An entry has the structure of the argument, with None for
-            what has no gradient: integers, keys, Python numbers; in ``grad_output`` also outputs that were not used.
-        prepend: Run before all backward hooks that are registered.
-
-    Returns:
-        A handle whose ``remove()`` removes the hook.
-
-    Raises:
-        TypeError: If ``module`` is no nnx module or ``hook`` is not callable.
-        LazyError: When it runs, if the hook returns gradients of other shapes or dtypes.
-
-    References:
-        ``torch.nn.Module.register_full_backward_hook``.
-
-    Example:
-        >>> import jax, jax.numpy as jnp, lazymods as lm
-        >>> from flax import nnx
-        >>> layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-        >>> handle = lm.autograd.register_full_backward_hook(layer, lambda _, grad_in, grad_out: (grad_in[0] * 0,))
-        >>> jax.grad(lambda x: layer(x).sum())(jnp.ones((1, 2)))
-        Array([[0., 0.]], dtype=float32)
-    """
-    return _register(module, Hook(next(_ids), AFTER, hook), first=prepend)
-
-
-def register_full_backward_pre_hook(
-    module: nnx.Module, hook: Callable[..., Any], *, prepend: bool = False
-) -> RemovableHandle:
-    """Run a hook on the gradients of a module's outputs, before those of its parameters and inputs are computed.
-
-    Args:
-        module: As for :func:`register_full_backward_hook`.
-        hook: ``hook(module, grad_output) -> None | new grad_output``.
-        prepend: Run before all backward hooks that are registered.
-
-    Returns:
-        A handle whose ``remove()`` removes the hook.
-
-    Raises:
-        TypeError: If ``module`` is no nnx module or ``hook`` is not callable.
-        LazyError: When it runs, if the hook returns gradients of other shapes or dtypes.
-
-    References:
-        ``torch.nn.Module.register_full_backward_pre_hook``.
-    """
-    return _register(module, Hook(next(_ids), BEFORE, hook), first=prepend)
+    entry = Hook(next(ids), "forward", hook, with_kwargs, always=always_call)
+    return register(module, entry, first=prepend)
 
 
 # ---------------------------------------------------------------- state dict hooks (public)
@@ -320,7 +268,7 @@ def register_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., Any]) -
     Returns:
         A handle whose ``remove()`` removes the hook.
     """
-    return _register(module, Hook(next(_ids), "state_dict_pre", hook))
+    return register(module, Hook(next(ids), "state_dict_pre", hook))
 
 
 def register_state_dict_post_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
@@ -333,7 +281,7 @@ def register_state_dict_post_hook(module: nnx.Module, hook: Callable[..., Any]) 
     Returns:
         A handle whose ``remove()`` removes the hook.
     """
-    return _register(module, Hook(next(_ids), "state_dict_post", hook))
+    return register(module, Hook(next(ids), "state_dict_post", hook))
 
 
 def register_load_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
@@ -349,7 +297,7 @@ def register_load_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., An
     Returns:
         A handle whose ``remove()`` removes the hook.
     """
-    return _register(module, Hook(next(_ids), "load_state_dict_pre", hook))
+    return register(module, Hook(next(ids), "load_state_dict_pre", hook))
 
 
 def register_load_state_dict_post_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
@@ -363,4 +311,4 @@ def register_load_state_dict_post_hook(module: nnx.Module, hook: Callable[..., A
     Returns:
         A handle whose ``remove()`` removes the hook.
     """
-    return _register(module, Hook(next(_ids), "load_state_dict_post", hook))
+    return register(module, Hook(next(ids), "load_state_dict_post", hook))

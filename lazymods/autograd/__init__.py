@@ -1,14 +1,15 @@
 """Gradients by NNX's meaning: which parameters get one, and by which convention.
 
 ``freezing`` says which parameters are trained, ``gradient`` differentiates with respect to those and runs
-``variable_hooks`` on what it found.
+``variable_hooks`` on what it found; ``module_hooks`` has those that run in the backward pass of a module, whoever asks
+for it.
 """
 
-from lazymods._model.hooks import register_full_backward_hook as register_full_backward_hook
-from lazymods._model.hooks import register_full_backward_pre_hook as register_full_backward_pre_hook
 from lazymods.autograd.freezing import requires_grad_ as requires_grad_
 from lazymods.autograd.gradient import grad as grad
 from lazymods.autograd.gradient import value_and_grad as value_and_grad
+from lazymods.autograd.module_hooks import register_full_backward_hook as register_full_backward_hook
+from lazymods.autograd.module_hooks import register_full_backward_pre_hook as register_full_backward_pre_hook
 from lazymods.autograd.variable_hooks import register_hook as register_hook
 from lazymods.autograd.variable_hooks import (
     register_post_accumulate_grad_hook as register_post_accumulate_grad_hook,

@@ -1,8 +1,8 @@
 """Hooks on the gradients of Variables, with PyTorch's names and order.
 
 The hooks of a Variable are an entry of its metadata, which is static: they are there before a lazy parameter has a
-value, go with it through class changes and NNX transforms, and a function that was compiled with other hooks is compiled
-anew. :mod:`lazymods.autograd.gradient` runs them on what it found, once for each Variable: NNX gives a shared one a
+value, go with it through class changes and NNX transforms, and what was compiled with other hooks is compiled anew.
+:mod:`lazymods.autograd.gradient` runs them on what it found, once for each Variable: NNX gives a shared one a
 single gradient, the sum. Which hooks run is settled before the first one does, so what a hook registers or removes
 counts from the next gradient on.
 """
