@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lazymods import _compat
 from lazymods._refusals import refuse_uncallable
 from lazymods.autograd import variable_hooks
 from lazymods.autograd.freezing import trainable
@@ -22,6 +24,10 @@ def grad(
     fn: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False, conjugate: bool = False
 ) -> Callable[..., Any]:
     """Differentiate a function of modules, arrays and pytrees of them, with the meaning of ``nnx.grad``.
+
+    Hooks of Variables (:func:`lazymods.autograd.register_hook`) run on what was found. Threads may differentiate one
+    model, or models that share parameters: one at a time in plain Python, all at once by
+    ``lm.jit(lm.autograd.grad(fn))``.
 
     Args:
         fn: Returns a real scalar; with ``has_aux`` a pair of that and anything else.
@@ -53,7 +59,8 @@ def grad(
 
     @functools.wraps(fn)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        out = of_fn(*args, **kwargs)
+        with _alone():
+            out = of_fn(*args, **kwargs)
         found, *aux = out if has_aux else (out,)
         if conjugate:
             found = _conjugated(found)
@@ -93,7 +100,8 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        value, found = of_fn(*args, **kwargs)
+        with _alone():
+            value, found = of_fn(*args, **kwargs)
         if conjugate:
             found = _conjugated(found)
         _run_hooks(fn, argnums, args, kwargs, found)
@@ -106,6 +114,11 @@ def _of_trained(argnums: Argnums) -> Any:
     if isinstance(argnums, int):
         return nnx.DiffState(argnums, trainable)
     return argnums if isinstance(argnums, nnx.DiffState) else tuple(_of_trained(argnum) for argnum in argnums)
+
+
+def _alone() -> contextlib.AbstractContextManager[Any]:
+    """Keep other threads out of here, except in a trace: the modules there are its own."""
+    return variable_hooks.ALONE if _compat.current_trace() is _compat.eval_trace() else contextlib.nullcontext()
 
 
 def _run_hooks(fn: Callable[..., Any], argnums: Argnums, args: Any, kwargs: dict[str, Any], found: Any) -> None:

@@ -26,7 +26,10 @@ from lazymods._model.hooks import RemovableHandle
 from lazymods._refusals import ArgumentError, refuse_uncallable
 
 _KEY = "lazymods_gradient_hooks"  # in the metadata
-_LOCK = threading.Lock()  # hooks are read and written together
+ALONE = threading.RLock()
+"""Held while nnx.grad works in plain Python: at its end it empties and refills the modules that it was given, and gives
+Variables the metadata that they had at its beginning. Held also while hooks are registered and removed, therefore.
+"""
 _ids = itertools.count()
 
 
@@ -65,7 +68,7 @@ class VariableHookHandle(RemovableHandle):
         """Remove the hook; removing it twice does nothing."""
         targets, self._variables = (*_RUNNING.variables, *self._variables), ()
         for target in targets:
-            with _LOCK:
+            with ALONE:
                 hooks = hooks_of(target)
                 left = tuple(hook for hook in hooks if hook.id != self._id)
                 if left != hooks:
@@ -143,7 +146,7 @@ def _register(name: str, variable: Any, fn: Any, *, last: bool) -> RemovableHand
         raise ArgumentError(Problem(where, f"{type(variable).__name__}", needed, write))
     refuse_uncallable(where, fn)
     hook = GradientHook(next(_ids), fn, last)
-    with _LOCK:
+    with ALONE:
         _set_hooks(variable, (*hooks_of(variable), hook))
     return VariableHookHandle(variable, hook)
 
