@@ -68,8 +68,8 @@ class Net(nnx.Module):
 
     def __init__(self, lazy: bool = False) -> None:
         rngs, of = nnx.Rngs(0), {"dtype": jnp.complex64, "param_dtype": jnp.complex64}
-        self.first = lm.LazyLinear(4, rngs=rngs, **of) if lazy else nnx.Linear(3, 4, rngs=rngs, **of)
-        self.last = lm.LazyLinear(1, rngs=rngs) if lazy else nnx.Linear(4, 1, rngs=rngs)
+        self.first: Any = lm.LazyLinear(4, rngs=rngs, **of) if lazy else nnx.Linear(3, 4, rngs=rngs, **of)
+        self.last: Any = lm.LazyLinear(1, rngs=rngs) if lazy else nnx.Linear(4, 1, rngs=rngs)
 
     def __call__(self, z: jax.Array) -> jax.Array:
         return self.last(jnp.abs(self.first(z)))

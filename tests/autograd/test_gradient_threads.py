@@ -21,8 +21,8 @@ class Net(nnx.Module):
     """Two linear layers, of which the first may be another model's."""
 
     def __init__(self, first: Any = None) -> None:
-        self.first = first or nnx.Linear(4, 5, rngs=nnx.Rngs(0))
-        self.last = nnx.Linear(5, 2, rngs=nnx.Rngs(1))
+        self.first: Any = first or nnx.Linear(4, 5, rngs=nnx.Rngs(0))
+        self.last: Any = nnx.Linear(5, 2, rngs=nnx.Rngs(1))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.last(jnp.tanh(self.first(x)))
@@ -169,7 +169,7 @@ def test_no_lost_update_of_parameters_that_one_thread_trains() -> None:
         for path, g in nnx.to_flat_state(gradient(model)):
             at = model
             for key in path:
-                at = getattr(at, key)
+                at = getattr(at, str(key))
             at[...] -= 0.1 * g[...]
 
     def work(i: int) -> None:

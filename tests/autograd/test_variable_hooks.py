@@ -24,8 +24,8 @@ class Net(nnx.Module):
 
     def __init__(self, lazy: bool = False) -> None:
         rngs = nnx.Rngs(0)
-        self.first = lm.LazyLinear(5, rngs=rngs) if lazy else nnx.Linear(4, 5, rngs=rngs)
-        self.last = lm.LazyLinear(2, rngs=rngs) if lazy else nnx.Linear(5, 2, rngs=rngs)
+        self.first: Any = lm.LazyLinear(5, rngs=rngs) if lazy else nnx.Linear(4, 5, rngs=rngs)
+        self.last: Any = lm.LazyLinear(2, rngs=rngs) if lazy else nnx.Linear(5, 2, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.last(jnp.tanh(self.first(x)))
@@ -365,7 +365,7 @@ def test_a_variable_that_never_gets_a_value_is_told() -> None:
     class Unused(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.extra = lm.LazyLinear(3, rngs=nnx.Rngs(0))
+            self.extra: Any = lm.LazyLinear(3, rngs=nnx.Rngs(0))
 
     model = Unused()
     ag.register_hook(model.extra.kernel, lambda g: g)
