@@ -244,3 +244,33 @@ def test_higher_orders_and_forward_mode() -> None:
         same(order(f)(x), order(g)(x), 1e-4)
     same(jax.jacrev(jax.hessian(f))(x), jax.jacrev(jax.hessian(g))(x), 1e-3)
     assert calls
+
+
+def test_python_decisions_of_forwards_and_hooks() -> None:
+    def fn(w: Any, x: Any) -> Any:
+        y = x @ w
+        return y * 3 if y.sum() > 0 else y
+
+    module = Ours(fn)
+    ag.register_full_backward_hook(module, lambda m, gi, go: (gi[0] * 5,) if go[0].sum() > 0 else None)
+    gradient = lambda m, x: jax.grad(lambda x: m(x).sum())(x)  # noqa: E731
+    compiled = (lm.jit(gradient), lm.jit(gradient, check=True))
+    for sign in (1, -1):
+        x = sign * jnp.asarray(A)
+        want = 5 * np.ones_like(A) @ W.T * (3 if (x @ W).sum() > 0 else 1)
+        for run in (gradient, *compiled):
+            same(run(module, x), want, 1e-4)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_shard_map(check_vma: bool) -> None:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    module, parts = Ours(lambda w, x: jnp.sin(x @ w)), jax.sharding.PartitionSpec("d")
+    want = jax.grad(lambda x: module(x).sum())(jnp.asarray(A))
+    ag.register_full_backward_hook(module, lambda m, gi, go: (gi[0] * 2,))
+
+    def inside(f: Any) -> Any:
+        return jax.shard_map(f, mesh=mesh, in_specs=parts, out_specs=parts, check_vma=check_vma)
+
+    same(inside(jax.grad(lambda x: module(x).sum()))(jnp.asarray(A)), 2 * want)
+    same(jax.jit(jax.grad(lambda x: inside(module)(x).sum()))(jnp.asarray(A)), 2 * want)
