@@ -115,8 +115,8 @@ def test_sentence_embeddings(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.slow
 def test_hogwild(capsys: pytest.CaptureFixture[str]):
     alone, together = load("hogwild").main()
-    assert alone > 0.9
-    assert together > alone - 0.02
+    assert alone > 0.87
+    assert together > alone - 0.03
     assert "4 threads: accuracy" in capsys.readouterr().out
 
 
