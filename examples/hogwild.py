@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 
 import lazymods as lm
 
-RATE, BATCH, TRAINED = 0.5, 32, 1408
+RATE, BATCH, TRAINED = 0.1, 32, 1408
 
 
 def loss(model: nnx.Module, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -29,7 +29,7 @@ def train(model: nnx.Module, batches: list[np.ndarray], x: jax.Array, y: jax.Arr
             parameter[...] -= RATE * found[path][...]  # with what others have written in the meantime
 
 
-def main(workers: int = 4, epochs: int = 6) -> tuple[float, float]:
+def main(workers: int = 4, epochs: int = 14) -> tuple[float, float]:
     x, y = load_digits(return_X_y=True)
     x, y = jnp.asarray(x / 16, jnp.float32), jnp.asarray(y, jnp.int32)
     orders = [np.random.default_rng(epoch).permutation(TRAINED) for epoch in range(epochs)]
