@@ -22,6 +22,7 @@ from lazymods._initial.pending import PendingInit
 STATE = _compat.own_name("state")  # the attribute that makes a layer lazy
 HOOKS = _compat.own_name("hooks")  # the attribute that holds a module's hooks
 REQUIRES_GRAD = "requires_grad"  # metadata of a parameter, by PyTorch's name; one without it is trained
+REMOVED_HOOKS: set[int] = set()  # ids of those that were removed inside a transform, which may give them back
 Path = tuple[Any, ...]
 _PRIVATE = frozenset((STATE, HOOKS, _compat.STATE, _compat.NODES))
 
@@ -131,10 +132,11 @@ def children(value: Any) -> Iterable[tuple[Any, Any]]:
 def pytree_children(value: Any) -> list[tuple[Any, Any]]:
     """What an object of a registered class holds, by the keys that ``nnx.state`` gives: ``a`` of ``pair.a``."""
     found, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)
-    return [(_name_of(path[0]), child) for path, child in found]
+    return [(name_of(path[0]), child) for path, child in found]
 
 
-def _name_of(key: Any) -> Any:
+def name_of(key: Any) -> Any:
+    """Return what a key of JAX's paths is called in a path of a model."""
     for attribute in ("name", "key", "idx"):  # GetAttrKey, DictKey and FlattenedIndexKey, SequenceKey
         if hasattr(key, attribute):
             return getattr(key, attribute)
@@ -231,6 +233,8 @@ def lazy_nodes(model: Any) -> list[tuple[Path, Any]]:
 def hooks_of(module: Any, kind: str | None = None) -> tuple[Any, ...]:
     """Return a module's hooks in the order in which they run."""
     hooks = vars(module).get(HOOKS, ())
+    if hooks and REMOVED_HOOKS:
+        hooks = tuple(h for h in hooks if h.id not in REMOVED_HOOKS)
     return hooks if kind is None else tuple(h for h in hooks if h.kind == kind)
 
 

@@ -113,6 +113,13 @@ def test_sentence_embeddings(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.slow
+def test_hogwild(capsys: pytest.CaptureFixture[str]):
+    alone, together = load("hogwild").main()
+    assert alone > 0.87
+    assert together > alone - 0.03
+    assert "4 threads: accuracy" in capsys.readouterr().out
+
+
 def test_compiled_training(capsys: pytest.CaptureFixture[str]):
     accuracy, counts = load("compiled_training").main()
     assert accuracy > 0.9

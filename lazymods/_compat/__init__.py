@@ -14,6 +14,8 @@ from lazymods._compat import finding as _finding
 from lazymods._errors import MissingNameError as _MissingNameError
 
 if TYPE_CHECKING:
+    from lazymods._compat.backward_marks import mark_inputs as mark_inputs
+    from lazymods._compat.backward_marks import mark_outputs as mark_outputs
     from lazymods._compat.births import birth_trace as birth_trace
     from lazymods._compat.births import current_home as current_home
     from lazymods._compat.equations import bind_equation as bind_equation
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from lazymods._compat.variables import write_variable as write_variable
 
 _FUNCTIONS = {
+    "backward_marks": "mark_inputs mark_outputs",
     "births": "birth_trace current_home",
     "equations": "bind_equation",
     "fast_traces": "at_trace current_trace executing",
@@ -96,6 +99,7 @@ _TWINS = {  # and what it does
 }
 _FEATURES = {
     "abstract": "running a model without values",
+    "backward_marks": "a backward hook of a module",
     "calls": "lm.lazytensor",
     "fast_traces": "the first call of a layer",
     "grad_modes": "switching gradients off in lm.autograd",

@@ -1,6 +1,6 @@
 """Hooks on any nnx module, with PyTorch's names and arguments.
 
-A module with forward hooks has an intercepting class: a subclass of its own class, made once for each class,
+A module with forward or backward hooks has an intercepting class: a subclass of its own class, made once for each,
 whose ``__call__`` runs the hooks. Removing the last hook gives the module its own class back, so a module
 without hooks pays nothing. The hooks are a static attribute of the module: copies, pickles and NNX transforms
 keep them.
@@ -8,6 +8,7 @@ keep them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import weakref
@@ -17,10 +18,12 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from lazymods import _compat
-from lazymods._graph import HOOKS, STATE, hooks_of
+from lazymods._graph import HOOKS, REMOVED_HOOKS, STATE, hooks_of
 from lazymods._layer import first_call, lifecycle
+from lazymods._model.backward_hooks import AFTER, BEFORE, run_with_hooks
 
-_ids = itertools.count()
+ids = itertools.count()  # of hooks
+_AT_CALLS = frozenset(("forward_pre", "forward", BEFORE, AFTER))
 _LOCK = lifecycle.LOCK  # a module's hooks and its class change together, as when a lazy layer becomes its class
 
 
@@ -52,6 +55,8 @@ class RemovableHandle:
         module = self._module()
         if module is not None:
             with _LOCK:
+                if _inside_transform():
+                    REMOVED_HOOKS.add(self._id)
                 _set_hooks(module, tuple(h for h in hooks_of(module) if h.id != self._id))
 
     def __enter__(self) -> RemovableHandle:
@@ -63,7 +68,20 @@ class RemovableHandle:
         self.remove()
 
 
-def _register(module: nnx.Module, hook: Hook, *, first: bool = False) -> RemovableHandle:
+def register(module: nnx.Module, hook: Hook, *, first: bool = False) -> RemovableHandle:
+    """Put a hook on a module.
+
+    Args:
+        module: Any nnx module.
+        hook: The hook.
+        first: Before all that are there.
+
+    Returns:
+        A handle whose ``remove()`` removes it.
+
+    Raises:
+        TypeError: If ``module`` is no nnx module, or what the hook runs is not callable.
+    """
     if not isinstance(module, nnx.Module):
         raise TypeError(f"hooks go on an nnx.Module, got {type(module).__name__}")
     if not callable(hook.function):
@@ -75,40 +93,49 @@ def _register(module: nnx.Module, hook: Hook, *, first: bool = False) -> Removab
 
 
 def _set_hooks(module: nnx.Module, hooks: tuple[Hook, ...]) -> None:
-    if hooks:
+    running = not hooks and isinstance(module, Hooked) and _inside_transform()
+    if hooks or running:  # at its end a transform wants the class that the module had at its beginning
         object.__setattr__(module, HOOKS, hooks)
     else:
         vars(module).pop(HOOKS, None)
-    forward = any(h.kind.startswith("forward") for h in hooks)
+    if running:
+        return
+    calls = any(h.kind in _AT_CALLS for h in hooks)
     own = unhooked_class(type(module))
-    wanted = hooked_class(own) if forward else own
+    wanted = hooked_class(own) if calls else own
     if type(module) is not wanted:
         _compat.set_class(module, wanted)
+
+
+def _inside_transform() -> bool:
+    return _compat.current_trace() is not _compat.eval_trace() or _compat.transforms_running()
 
 
 # ---------------------------------------------------------------- the intercepting class
 
 
 class Hooked(nnx.Module):
-    """Mixed into a class whose instances have forward hooks."""
+    """Mixed into a class whose instances have forward or backward hooks."""
 
     _lazymods_own: type
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the hooks around the forward of the module's own class."""
         hooks = hooks_of(self)
+        if not hooks and not _inside_transform():  # the last one was removed inside one
+            with _LOCK:
+                _set_hooks(self, ())
         pre = [h for h in hooks if h.kind == "forward_pre"]
         waiting = [h for h in hooks if h.kind == "forward"]
+        backward = [h for h in hooks if h.kind in (BEFORE, AFTER)]
         try:
             for hook in (h for h in pre if h.early):
                 args, kwargs = _run_pre(self, hook, args, kwargs)
-            if STATE in vars(self):
-                with first_call.initialized(self, args, kwargs):
-                    args, kwargs, output = self._forward(pre, args, kwargs)
-            else:
-                args, kwargs, output = self._forward(pre, args, kwargs)
-            while waiting:
-                output = _run_post(self, waiting.pop(0), args, kwargs, output)
+            with first_call.initialized(self, args, kwargs) if STATE in vars(self) else contextlib.nullcontext():
+                for hook in (h for h in pre if not h.early):
+                    args, kwargs = _run_pre(self, hook, args, kwargs)
+                forward = functools.partial(Hooked._forward, self, waiting, kwargs)
+                return run_with_hooks(self, backward, forward, args) if backward else forward(*args)
         except Exception as error:
             for hook in (h for h in waiting if h.always):
                 try:
@@ -116,12 +143,13 @@ class Hooked(nnx.Module):
                 except Exception as second:  # the first error is the one to tell
                     error.add_note(f"an always_call hook failed as well: {second!r}")
             raise
-        return output
 
-    def _forward(self, pre: list[Hook], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
-        for hook in (h for h in pre if not h.early):
-            args, kwargs = _run_pre(self, hook, args, kwargs)
-        return args, kwargs, unhooked_class(type(self)).__call__(self, *args, **kwargs)
+    def _forward(self, waiting: list[Hook], kwargs: dict[str, Any], *args: Any) -> Any:
+        """Call the module's own class, then the forward hooks, each of which leaves the list before it runs."""
+        output = unhooked_class(type(self)).__call__(self, *args, **kwargs)
+        while waiting:
+            output = _run_post(self, waiting.pop(0), args, kwargs, output)
+        return output
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle by the module's own class, which can be imported."""
@@ -195,8 +223,8 @@ def register_forward_pre_hook(
     Raises:
         TypeError: If ``module`` is no nnx module or ``hook`` is not callable.
     """
-    entry = Hook(next(_ids), "forward_pre", hook, with_kwargs, early=prepend)
-    return _register(module, entry, first=prepend)
+    entry = Hook(next(ids), "forward_pre", hook, with_kwargs, early=prepend)
+    return register(module, entry, first=prepend)
 
 
 def register_forward_hook(
@@ -223,8 +251,8 @@ def register_forward_hook(
     Raises:
         TypeError: If ``module`` is no nnx module or ``hook`` is not callable.
     """
-    entry = Hook(next(_ids), "forward", hook, with_kwargs, always=always_call)
-    return _register(module, entry, first=prepend)
+    entry = Hook(next(ids), "forward", hook, with_kwargs, always=always_call)
+    return register(module, entry, first=prepend)
 
 
 # ---------------------------------------------------------------- state dict hooks (public)
@@ -240,7 +268,7 @@ def register_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., Any]) -
     Returns:
         A handle whose ``remove()`` removes the hook.
     """
-    return _register(module, Hook(next(_ids), "state_dict_pre", hook))
+    return register(module, Hook(next(ids), "state_dict_pre", hook))
 
 
 def register_state_dict_post_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
@@ -253,7 +281,7 @@ def register_state_dict_post_hook(module: nnx.Module, hook: Callable[..., Any]) 
     Returns:
         A handle whose ``remove()`` removes the hook.
     """
-    return _register(module, Hook(next(_ids), "state_dict_post", hook))
+    return register(module, Hook(next(ids), "state_dict_post", hook))
 
 
 def register_load_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
@@ -269,7 +297,7 @@ def register_load_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., An
     Returns:
         A handle whose ``remove()`` removes the hook.
     """
-    return _register(module, Hook(next(_ids), "load_state_dict_pre", hook))
+    return register(module, Hook(next(ids), "load_state_dict_pre", hook))
 
 
 def register_load_state_dict_post_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
@@ -283,4 +311,4 @@ def register_load_state_dict_post_hook(module: nnx.Module, hook: Callable[..., A
     Returns:
         A handle whose ``remove()`` removes the hook.
     """
-    return _register(module, Hook(next(_ids), "load_state_dict_post", hook))
+    return register(module, Hook(next(ids), "load_state_dict_post", hook))

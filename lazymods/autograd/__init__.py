@@ -1,7 +1,8 @@
 """Gradients by NNX's meaning: which parameters get one, where there are any, and by which convention.
 
-``freezing`` says which parameters are trained, ``gradient`` differentiates with respect to those, ``modes`` switches
-gradients off for a block, ``masks`` keeps them finite where a function is not.
+``freezing`` says which parameters are trained, ``gradient`` differentiates with respect to those and runs
+``variable_hooks`` on what it found; ``module_hooks`` has those that run in the backward pass of a module, whoever asks
+for it; ``modes`` switches gradients off for a block, ``masks`` keeps them finite where a function is not.
 """
 
 from lazymods.autograd.freezing import requires_grad_ as requires_grad_
@@ -11,3 +12,9 @@ from lazymods.autograd.masks import safe_where as safe_where
 from lazymods.autograd.modes import enable_grad as enable_grad
 from lazymods.autograd.modes import inference_mode as inference_mode
 from lazymods.autograd.modes import no_grad as no_grad
+from lazymods.autograd.module_hooks import register_full_backward_hook as register_full_backward_hook
+from lazymods.autograd.module_hooks import register_full_backward_pre_hook as register_full_backward_pre_hook
+from lazymods.autograd.variable_hooks import register_hook as register_hook
+from lazymods.autograd.variable_hooks import (
+    register_post_accumulate_grad_hook as register_post_accumulate_grad_hook,
+)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lazymods import _compat
 from lazymods._refusals import refuse_uncallable
+from lazymods.autograd import variable_hooks
 from lazymods.autograd.freezing import trainable
 from lazymods.autograd.refusals import refuse_argnums, refuse_arguments, returning_scalar
 
@@ -21,6 +25,10 @@ def grad(
     fn: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False, conjugate: bool = False
 ) -> Callable[..., Any]:
     """Differentiate a function of modules, arrays and pytrees of them, with the meaning of ``nnx.grad``.
+
+    Hooks of Variables (:func:`lazymods.autograd.register_hook`) run on what was found. Threads may differentiate one
+    model, or models that share parameters: one at a time in plain Python, all at once by
+    ``lm.jit(lm.autograd.grad(fn))``.
 
     Args:
         fn: Returns a real scalar; with ``has_aux`` a pair of that and anything else.
@@ -55,10 +63,13 @@ def grad(
     @functools.wraps(fn)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         refuse_arguments(where, argnums, args, kwargs)
-        out = of_fn(*args, **kwargs)
-        if not conjugate:
-            return out
-        return (_conjugated(out[0]), out[1]) if has_aux else _conjugated(out)
+        with _alone():
+            out = of_fn(*args, **kwargs)
+        found, *aux = out if has_aux else (out,)
+        if conjugate:
+            found = _conjugated(found)
+        _run_hooks(fn, argnums, args, kwargs, found)
+        return (found, *aux) if has_aux else found
 
     return gradient
 
@@ -96,8 +107,12 @@ def value_and_grad(
     @functools.wraps(fn)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         refuse_arguments(where, argnums, args, kwargs)
-        value, found = of_fn(*args, **kwargs)
-        return value, _conjugated(found) if conjugate else found
+        with _alone():
+            value, found = of_fn(*args, **kwargs)
+        if conjugate:
+            found = _conjugated(found)
+        _run_hooks(fn, argnums, args, kwargs, found)
+        return value, found
 
     return value_and_gradient
 
@@ -106,6 +121,23 @@ def _of_trained(argnums: Argnums) -> Any:
     if isinstance(argnums, int):
         return nnx.DiffState(argnums, trainable)
     return argnums if isinstance(argnums, nnx.DiffState) else tuple(_of_trained(argnum) for argnum in argnums)
+
+
+def _alone() -> contextlib.AbstractContextManager[Any]:
+    """Keep other threads out of here, except in a trace: the modules there are its own."""
+    return variable_hooks.ALONE if _compat.current_trace() is _compat.eval_trace() else contextlib.nullcontext()
+
+
+def _run_hooks(fn: Callable[..., Any], argnums: Argnums, args: Any, kwargs: dict[str, Any], found: Any) -> None:
+    """Run the hooks of the Variables that a gradient was found for."""
+    if kwargs:  # nnx.grad counts keyword arguments, too
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+        bound.apply_defaults()
+        args = bound.args
+    several = not isinstance(argnums, (int, nnx.DiffState))
+    places = argnums if several else (argnums,)
+    numbers = [n.argnum if isinstance(n, nnx.DiffState) else n for n in places]
+    variable_hooks.run(zip([args[n] for n in numbers], found if several else (found,), strict=True))
 
 
 def _conjugated(tree: Any) -> Any:
