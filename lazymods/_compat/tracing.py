@@ -24,11 +24,12 @@ from jax._src.config import eager_constant_folding
 from jax._src.interpreters import ad, batching, pxla
 from jax._src.numpy import indexing
 from jax.core import Trace, Tracer
-from jax.extend.core import Jaxpr, Primitive, concrete_or_error, get_opaque_trace_state, set_current_trace
+from jax.extend.core import Jaxpr, Primitive, concrete_or_error, set_current_trace
 
 from lazymods._compat.abstract import OperationByOperation
 from lazymods._compat.finding import require
 from lazymods._compat.traces import EVAL
+from lazymods._compat.worlds import same_world
 
 require(Trace, "_weakref", "is_valid")
 require(Tracer, "to_concrete_value", "full_lower")
@@ -192,25 +193,7 @@ class Recorded(Tracer):
         return self.now("tobytes").tobytes(order)
 
 
-class _SameWorld(weakref.ref[Any]):
-    """A weak reference to the trace in which a recording was begun, in the eyes of flax; to jax another thing.
-
-    flax lets a Variable be changed in the trace in which it was made, and compares weak references to traces. What is
-    recorded is what would be executed, so it is the same world. ``jax.jit`` has such a reference in the key of its
-    compiled programs: there it has to differ, or the operations would be run instead of recorded.
-    """
-
-    __slots__ = ()
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        if sys._getframe(1).f_code is _TRACE_STATE_EQ:
-            return self() is (other() if isinstance(other, weakref.ref) else None)
-        return self is other
-
-
-_TRACE_STATE_EQ = type(get_opaque_trace_state()).__eq__.__code__
-_worlds: weakref.WeakKeyDictionary[Any, _SameWorld] = weakref.WeakKeyDictionary()
+_worlds: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class Recorder(OperationByOperation):
@@ -230,7 +213,7 @@ class Recorder(OperationByOperation):
         self.parent: Any = core.trace_ctx.trace
         world = _worlds.get(self.parent)
         if world is None:
-            world = _worlds.setdefault(self.parent, _SameWorld(self.parent))
+            world = _worlds.setdefault(self.parent, same_world(self.parent))
         self._weakref = world
 
     def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
