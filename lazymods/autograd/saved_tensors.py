@@ -29,7 +29,7 @@ _HOOKS = "lm.autograd.saved_tensors_hooks"
 class Block(contextlib.ContextDecorator):
     """What :func:`saved_tensors_hooks` returns: a context, also a decorator, that can be used again and by any thread."""
 
-    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> None:
         self._saving = _Saving(pack, unpack)
         self._entered = _Entered()
 
@@ -50,7 +50,7 @@ class _Entered(threading.local):
 class _Saving:
     """The hooks of a block, as :class:`lazymods._compat.residuals.Saving`."""
 
-    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> None:
         self._pack, self._unpack = pack, unpack
         self._kept: dict[int, _Kept] = {}  # by the id of a residual, as long as that is there
 
@@ -70,7 +70,7 @@ class _Saving:
         return arrays, tree
 
     def get(self, kept: Sequence[Any], tree: Any, aval: Any) -> Any:
-        value = self._unpack(jax.tree.unflatten(tree, kept))
+        value = self._unpack(jax.tree.unflatten(tree, kept), aval)
         if describe(value) != describe(aval) or not isinstance(value, (jax.Array, np.ndarray, np.generic)):
             needed = f"{describe(aval)}, as what pack got: the backward pass goes on with it"
             line = "unpack that undoes what pack does, shape and dtype too: lambda kept: kept.astype(jnp.float32)"
@@ -111,4 +111,26 @@ def saved_tensors_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
     """
     refuse_uncallable(_HOOKS, pack)
     refuse_uncallable(_HOOKS, unpack)
-    return Block(pack, unpack)
+    return Block(pack, lambda kept, _: unpack(kept))
+
+
+def save_on_cpu() -> Block:
+    """Keep what a block needs for its backward pass in the memory of the host.
+    """
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    return Block(
+        lambda residual: jax.device_put(residual, host, src=device),
+        lambda kept, _: jax.device_put(kept, device, src=host),
+    )
+
+
+def save_as(dtype: Any) -> Block:
+    """Keep the floats that a block needs for its backward pass in a narrower dtype.
+    """
+    narrow = jnp.dtype(dtype)
+
+    def pack(residual: Any) -> Any:
+        is_wider = jnp.issubdtype(residual.dtype, jnp.floating) and residual.dtype.itemsize > narrow.itemsize
+        return residual.astype(narrow) if is_wider else residual
+
+    return Block(pack, lambda kept, like: kept if kept.dtype == like.dtype else kept.astype(like.dtype))
