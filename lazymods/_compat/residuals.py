@@ -20,8 +20,10 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax._src.interpreters.batching import AxisData
+from jax._src.linear_util import StoreException
 from jax.core import ShapedArray, Trace, Tracer, eval_jaxpr
-from jax.extend.core import Literal, Primitive, jaxprs_in_params, set_current_trace
+from jax.extend.core import Literal, Primitive, jaxprs_in_params, set_current_trace, unmapped_aval
+from jax.extend.linear_util import WrappedFun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
@@ -32,6 +34,7 @@ from lazymods._compat.worlds import same_world
 
 require(AxisData, "__dataclass_fields__")
 require(Primitive, "def_effectful_abstract_eval")
+require(WrappedFun, "stores")
 
 
 class Saving(Protocol):
@@ -146,9 +149,7 @@ def _put(saving: Saving, jaxpr: Any, residuals: Sequence[Any], tangents: Sequenc
 
 def _map_operation(axis: Any, operands: Any, axes: Any, *, jaxpr: Any, levels: Any, results: Any, **params: Any) -> Any:
     levels = (*levels, _Level(_options(axis), tuple(axes)))
-    jaxpr_out, _ = open_jaxpr(jax.make_jaxpr(_operation(jaxpr, levels))(list(operands)))
-    results = tuple([v.aval for v in jaxpr_out.outvars])
-    out = saving_p.bind(*operands, jaxpr=jaxpr, levels=levels, results=results, **params)
+    out = saving_p.bind(*operands, jaxpr=jaxpr, levels=levels, results=_mapped(axis, results), **params)
     return out, [0] * len(out)
 
 
@@ -212,12 +213,10 @@ def _differentiate_again(primals: Any, tangents: Any, **params: Any) -> Any:
 
 def _map_linear(axis: Any, operands: Any, axes: Any, *, levels: Any, trees: Any, results: Any, **params: Any) -> Any:
     n = _count(trees)
-    options = _options(axis)
     tangents = [batching.bdim_at_front(x, d, axis.size) for x, d in zip(operands[n:], axes[n:], strict=True)]
-    levels = (*levels, _Level(options, tuple(axes[:n])))
-    params = {"levels": levels, "trees": trees, **params}
-    mapped, _ = open_jaxpr(jax.make_jaxpr(lambda *xs: _apply(*xs, **params))(*operands[:n], *tangents))
-    out = linear_p.bind(*operands[:n], *tangents, results=tuple([v.aval for v in mapped.outvars]), **params)
+    levels = (*levels, _Level(_options(axis), tuple(axes[:n])))
+    kept = operands[:n]
+    out = linear_p.bind(*kept, *tangents, levels=levels, trees=trees, results=_mapped(axis, results), **params)
     return out, [0] * len(out)
 
 
@@ -308,6 +307,11 @@ def _options(axis: Any) -> tuple[tuple[str, Any], ...]:
     return (("axis_name", axis.name), ("axis_size", axis.size), ("spmd_axis_name", axis.spmd_name))
 
 
+def _mapped(axis: Any, results: Any) -> Any:
+    """Return the types of results of a vmap from those without it."""
+    return tuple([unmapped_aval(axis.size, 0, aval, axis.explicit_mesh_axis) for aval in results])
+
+
 def _transposed(function: Any, cotangents: Any, operands: Any) -> list[Any]:
     linear = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
 
@@ -352,16 +356,18 @@ class SavingTrace(Trace):
         return self._saved(lambda *operands: [primitive.bind(*operands, **params)], tracers)[0]
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
-        return self._saved(
-            lambda *operands: current().process_custom_jvp_call(primitive, fun, jvp, operands, **params), tracers
-        )
+        def operation(*operands: Any) -> Any:
+            return current().process_custom_jvp_call(primitive, fun, jvp, operands, **params)
+
+        return _traced_once(fun, jvp, self._saved(operation, tracers))
 
     def process_custom_vjp_call(
         self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
     ) -> Any:
-        return self._saved(
-            lambda *operands: current().process_custom_vjp_call(primitive, fun, fwd, bwd, operands, **params), tracers
-        )
+        def operation(*operands: Any) -> Any:
+            return current().process_custom_vjp_call(primitive, fun, fwd, bwd, operands, **params)
+
+        return _traced_once(fun, fwd, self._saved(operation, tracers))
 
     def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
         return self.parent.process_call(primitive, fun, tracers, params)
@@ -404,6 +410,26 @@ class SavingTrace(Trace):
 
         made = jax.make_jaxpr(in_block)(*[v.aval for v in inner.invars])
         return made if isinstance(made, type(value)) else open_jaxpr(made)[0]
+
+
+def _traced_once(fun: Any, rule: Any, out: Any) -> Any:
+    """Return what a function with a rule gave.
+
+    jax expects that either was called, and each notes the structure of its results. Here both have been, if the
+    operation was differentiated at once: then it is to be the rule, whose backward pass needs what it noted.
+    """
+    if any(map(_is_filled, rule.stores)):
+        for store in fun.stores:
+            if store is not None:
+                store.reset()
+    return out
+
+
+def _is_filled(store: Any) -> bool:
+    try:
+        return store is not None and store.val is not None
+    except StoreException:
+        return False
 
 
 def _jaxpr(function: Callable[..., Any], *args: Any) -> tuple[Any, Sequence[Any]]:
