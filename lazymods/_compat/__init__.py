@@ -16,6 +16,7 @@ from lazymods._errors import MissingNameError as _MissingNameError
 if TYPE_CHECKING:
     from lazymods._compat.births import birth_trace as birth_trace
     from lazymods._compat.equations import bind_equation as bind_equation
+    from lazymods._compat.equations import scopes_of as scopes_of
     from lazymods._compat.fast_traces import at_trace as at_trace
     from lazymods._compat.fast_traces import current_trace as current_trace
     from lazymods._compat.fast_traces import executing as executing
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
 
 _FUNCTIONS = {
     "births": "birth_trace",
-    "equations": "bind_equation",
+    "equations": "bind_equation scopes_of",
     "fast_traces": "at_trace current_trace executing",
     "initializers": "is_jax_initializer kept_when_compiled with_modules",
     "objects": "NODES REFERENCES STATE check_without data_names declared_names forget_data_name inherit_data_names "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -114,7 +115,7 @@ def _differentiate(primals: Any, tangents: Any, *, jaxpr: Any, saving: Saving, l
 
 
 def _derivative(tree: Any, residuals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, list[Any], list[int]]:
-    """Return a derivative as a jaxpr, the residuals that it needs, and which results of the operation have one at all."""
+    """Return a derivative as a jaxpr, the residuals that it needs, and which results of the operation have one."""
 
     def linear(residuals: Sequence[Any], *tangents: Any) -> Any:
         return jax.tree.unflatten(tree, residuals)(*tangents)
@@ -128,7 +129,7 @@ def _derivative(tree: Any, residuals: Sequence[Any], tangents: Sequence[Any]) ->
     moved = [not isinstance(v, Literal) and v in depending for v in jaxpr.outvars]
     keep = [False] * len(residuals) + [True] * len(tangents)
     jaxpr, used = pe.dce_jaxpr(jaxpr, moved, instantiate=keep)
-    needed = [r for r, is_used in zip(residuals, used) if is_used]  # tangents come after them
+    needed = [r for r, is_used in zip(residuals, used, strict=False) if is_used]  # after them come the tangents
     return jaxpr, needed, [i for i, is_moved in enumerate(moved) if is_moved]
 
 
@@ -225,7 +226,7 @@ def _transpose(cotangents: Any, *operands: Any, jaxpr: Any, saving: Saving, tree
     kept, tangents = list(operands[:n]), operands[n:]
     linear = [i for i, x in enumerate(tangents) if ad.is_undefined_primal(x)]
     if all(map(_is_zero, cotangents)):
-        return [None] * n + [_zero_of(x.aval) if ad.is_undefined_primal(x) else None for x in tangents]
+        return [None] * n + [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in tangents]
     avals = [v.aval for v in jaxpr.invars[-len(tangents) :]]
 
     def back(kept: list[Any], cotangents: list[Any]) -> list[Any]:
@@ -290,10 +291,6 @@ def _is_zero(tangent: Any) -> bool:
     return type(tangent) is ad.Zero or jax.typeof(tangent).dtype == jax.dtypes.float0
 
 
-def _zero_of(aval: Any) -> Any:
-    return ad.Zero(aval)
-
-
 def _zero(value: Any) -> Any:
     return ad.Zero(jax.typeof(value).to_tangent_aval())
 
@@ -319,7 +316,8 @@ def _transposed(function: Any, cotangents: Any, operands: Any) -> list[Any]:
         filled = dict(enumerate(operands)) | dict(zip(linear, some, strict=True))
         return function([filled[i] for i in range(len(operands))])
 
-    found = jax.linear_transpose(apply, *[operands[i].aval for i in linear])(list(map(ad.instantiate_zeros, cotangents)))
+    given = [ad.instantiate_zeros(c) for c in cotangents]
+    found = jax.linear_transpose(apply, *[operands[i].aval for i in linear])(given)
     places = dict(zip(linear, found, strict=True))
     return [places.get(i) for i in range(len(operands))]
 
@@ -392,9 +390,7 @@ class SavingTrace(Trace):
             results = tuple([v.aval for v in jaxpr.outvars])
             if jaxpr.effects or not all([isinstance(t, ShapedArray) for t in results]):
                 return operation(*operands)
-            return saving_p.bind(
-                *consts, *operands, jaxpr=jaxpr, saving=self.saving, levels=(), results=results
-            )
+            return saving_p.bind(*consts, *operands, jaxpr=jaxpr, saving=self.saving, levels=(), results=results)
 
     def _inside(self, value: Any) -> Any:
         """Return a parameter of an operation with each jaxpr in it as it is in a block of this kind."""
@@ -464,3 +460,21 @@ def of_one_trace(values: Sequence[Any]) -> bool:
     """Whether values are all known arrays, or all tracers of one trace."""
     traces = {id(x._trace) if isinstance(x, Tracer) else None for x in values}
     return len(traces) == 1 and all([isinstance(x, jax.Array) for x in values])
+
+
+def closes_over_ended(function: Any) -> bool:
+    """Whether a function closes over a value of a trace that has ended, itself or by one that it closes over."""
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_set(cell)]
+    held = [*cells, *(getattr(function, "__defaults__", None) or ())]
+    return any(_has_ended(x) or (isinstance(x, types.FunctionType) and closes_over_ended(x)) for x in held)
+
+
+def _has_ended(value: Any) -> bool:
+    return isinstance(value, Tracer) and not value._trace.is_valid()
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
