@@ -96,7 +96,7 @@ _FEATURES = {
     "fast_traces": "the first call of a layer",
     "jit": "lm.jit",
     "placing": "bringing arrays to a device",
-    "residuals": "lm.autograd.saved_tensors_hooks",
+    "saving": "lm.autograd.saved_tensors_hooks",
     "subclasses": "lm.jit and lm.lazytensor",
     "tracing": "lm.lazytensor, and Python decisions on array values in lm.jit,",
     "transforms": "the first call of a layer inside an nnx transform",

@@ -1,39 +1,35 @@
-"""What operations keep between forward and backward, handed to code of ours: a trace, and three operations.
+"""What operations keep between forward and backward, handed to code of ours: three operations and their rules.
 
-A :class:`SavingTrace` makes of each operation one of its own, ``saving``, which computes the same. Where that is
-differentiated, what the operation keeps goes through :class:`Saving`, and what came out of there is an input of a
-``linear`` operation, the derivative. That gets it back at the last moment: when it is transposed, in the backward pass.
+A block (:mod:`lazymods._compat.saving`) makes of each operation one of its own, ``saving``, which computes the same.
+Where that is differentiated, what the operation keeps goes through :class:`Saving`, and what came out of there is an
+input of a ``linear`` operation, the derivative. That gets it back at the last moment: when it is transposed, in the
+backward pass.
 As both are ordinary operations, a block works wherever jax does: in a jit, a scan or a vmap, before and after those
 that differentiate. Rules of the user's own stay: an operation is linearized as jax would, by ``jax.linearize``.
 
-Public are the tables of rules in ``jax.interpreters``. Private: ``Trace._weakref``, and ``batching.AxisData``. Seen to
-work with jax 0.10.2 and 0.12.0.
+Public are the tables of rules in ``jax.interpreters``. Private: the attributes of ``batching.AxisData``, and
+``Primitive.def_effectful_abstract_eval``. Seen to work with jax 0.10.2 and 0.12.0.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax._src.interpreters.batching import AxisData
-from jax._src.linear_util import StoreException
-from jax.core import ShapedArray, Trace, Tracer, eval_jaxpr
-from jax.extend.core import Literal, Primitive, jaxprs_in_params, set_current_trace, unmapped_aval
+from jax.core import eval_jaxpr
+from jax.extend.core import Literal, Primitive, unmapped_aval
 from jax.extend.linear_util import WrappedFun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from lazymods._compat.finding import require
-from lazymods._compat.traces import EVAL
-from lazymods._compat.tracing import Recorder, current, is_jaxpr, open_jaxpr
-from lazymods._compat.worlds import same_world
+from lazymods._compat.tracing import open_jaxpr
 
-require(AxisData, "__dataclass_fields__")
+require(AxisData, "name", "size", "spmd_name", "explicit_mesh_axis")
 require(Primitive, "def_effectful_abstract_eval")
 require(WrappedFun, "stores")
 
@@ -120,7 +116,7 @@ def _derivative(tree: Any, residuals: Sequence[Any], tangents: Sequence[Any]) ->
     def linear(residuals: Sequence[Any], *tangents: Any) -> Any:
         return jax.tree.unflatten(tree, residuals)(*tangents)
 
-    jaxpr, consts = _jaxpr(linear, residuals, *tangents)
+    jaxpr, consts = as_jaxpr(linear, residuals, *tangents)
     residuals = [*consts, *residuals]
     depending = set(jaxpr.invars[len(residuals) :])
     for equation in jaxpr.eqns:
@@ -138,8 +134,8 @@ def _put(saving: Saving, jaxpr: Any, residuals: Sequence[Any], tangents: Sequenc
     trees: list[Any] = []
     for residual in residuals:
         arrays, tree = saving.put(residual)
-        if _has_derivative(residual):
-            arrays = [x if _has_derivative(x) else guard_p.bind(residual, x, saving=saving) for x in arrays]
+        if has_derivative(residual):
+            arrays = [x if has_derivative(x) else guard_p.bind(residual, x, saving=saving) for x in arrays]
         kept += arrays
         trees.append((len(arrays), tree, jax.typeof(residual)))
     results = tuple([v.aval for v in jaxpr.outvars])
@@ -284,7 +280,7 @@ ad.primitive_jvps[guard_p] = _refuse
 batching.primitive_batchers[guard_p] = _map_guard
 mlir.register_lowering(guard_p, mlir.lower_fun(lambda _, kept, **__: kept, multiple_results=False))
 
-_OWN = frozenset({saving_p, linear_p, guard_p})
+OWN = frozenset({saving_p, linear_p, guard_p})
 
 
 def _is_zero(tangent: Any) -> bool:
@@ -295,7 +291,7 @@ def _zero(value: Any) -> Any:
     return ad.Zero(jax.typeof(value).to_tangent_aval())
 
 
-def _has_derivative(value: Any) -> bool:
+def has_derivative(value: Any) -> bool:
     return jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact)
 
 
@@ -322,159 +318,10 @@ def _transposed(function: Any, cotangents: Any, operands: Any) -> list[Any]:
     return [places.get(i) for i in range(len(operands))]
 
 
-# ---------------------------------------------------------------- the trace of a block
-
-
-class SavingTrace(Trace):
-    """A trace that makes ``saving`` of each operation that may be differentiated.
-
-    Args:
-        parent: The trace in which the block begins; its values are those of the block too.
-        saving: What the block does with what is kept.
-    """
-
-    __slots__ = ("parent", "saving")
-
-    def __init__(self, parent: Any, saving: Saving) -> None:
-        super().__init__()
-        self.parent: Any = parent
-        self.saving = saving
-        self._weakref = same_world(parent)
-
-    def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
-        if primitive in _OWN or not any([isinstance(x, Tracer) for x in tracers]):
-            with set_current_trace(self.parent):
-                return primitive.bind(*tracers, **params)
-        if any([jaxpr.effects or _saves(jaxpr) for jaxpr in jaxprs_in_params(params)]):
-            params = {name: self._inside(value) for name, value in params.items()}  # what is in there, one by one
-            with set_current_trace(self.parent):
-                return primitive.bind(*tracers, **params)
-        if primitive.multiple_results:
-            return self._saved(lambda *operands: primitive.bind(*operands, **params), tracers)
-        return self._saved(lambda *operands: [primitive.bind(*operands, **params)], tracers)[0]
-
-    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
-        def operation(*operands: Any) -> Any:
-            return current().process_custom_jvp_call(primitive, fun, jvp, operands, **params)
-
-        return _traced_once(fun, jvp, self._saved(operation, tracers))
-
-    def process_custom_vjp_call(
-        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
-    ) -> Any:
-        def operation(*operands: Any) -> Any:
-            return current().process_custom_vjp_call(primitive, fun, fwd, bwd, operands, **params)
-
-        return _traced_once(fun, fwd, self._saved(operation, tracers))
-
-    def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
-        return self.parent.process_call(primitive, fun, tracers, params)
-
-    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
-        return self.parent.process_shard_map(primitive, fun, tracers, **params)
-
-    def stage_value(self, val: Any) -> Any:
-        return self.parent.stage_value(val)
-
-    def cur_qdd(self, x: Any) -> Any:
-        """Return what a value of a type of the user's own is now."""
-        return self.parent.cur_qdd(x)
-
-    def _saved(self, operation: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        """Do an operation, in a way that what it keeps is saved; as it is, if it has effects or is of references."""
-        with set_current_trace(self.parent):
-            types = list(map(jax.typeof, operands))
-            if not all([isinstance(t, ShapedArray) for t in types]) or not any(map(_has_derivative, operands)):
-                return operation(*operands)
-            jaxpr, consts = _jaxpr(operation, *operands)
-            results = tuple([v.aval for v in jaxpr.outvars])
-            if jaxpr.effects or not all([isinstance(t, ShapedArray) for t in results]):
-                return operation(*operands)
-            return saving_p.bind(*consts, *operands, jaxpr=jaxpr, saving=self.saving, levels=(), results=results)
-
-    def _inside(self, value: Any) -> Any:
-        """Return a parameter of an operation with each jaxpr in it as it is in a block of this kind."""
-        if isinstance(value, tuple):
-            return tuple(map(self._inside, value))
-        if not is_jaxpr(value):
-            return value
-        inner, consts = open_jaxpr(value)
-
-        def in_block(*operands: Any) -> list[Any]:
-            with set_current_trace(SavingTrace(current(), self.saving)):
-                return eval_jaxpr(inner, consts, *operands)
-
-        made = jax.make_jaxpr(in_block)(*[v.aval for v in inner.invars])
-        return made if isinstance(made, type(value)) else open_jaxpr(made)[0]
-
-
-def _traced_once(fun: Any, rule: Any, out: Any) -> Any:
-    """Return what a function with a rule gave.
-
-    jax expects that either was called, and each notes the structure of its results. Here both have been, if the
-    operation was differentiated at once: then it is to be the rule, whose backward pass needs what it noted.
-    """
-    if any(map(_is_filled, rule.stores)):
-        for store in fun.stores:
-            if store is not None:
-                store.reset()
-    return out
-
-
-def _is_filled(store: Any) -> bool:
-    try:
-        return store is not None and store.val is not None
-    except StoreException:
-        return False
-
-
-def _jaxpr(function: Callable[..., Any], *args: Any) -> tuple[Any, Sequence[Any]]:
+def as_jaxpr(function: Callable[..., Any], *args: Any) -> tuple[Any, Sequence[Any]]:
     """Return a function as a jaxpr without constants, and what to give it first: what it closes over."""
     jaxpr, consts = open_jaxpr(jax.make_jaxpr(function)(*args))
     if consts:
         made = jax.make_jaxpr(lambda consts, *args: eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args)))(consts, *args)
         return open_jaxpr(made)[0], consts
     return jaxpr, ()
-
-
-def _saves(jaxpr: Any) -> bool:
-    """Whether a block of its own is somewhere in a jaxpr: the innermost one counts."""
-    return any([e.primitive in _OWN or any(map(_saves, jaxprs_in_params(e.params))) for e in jaxpr.eqns])
-
-
-@contextlib.contextmanager
-def saving_in(saving: Saving) -> Iterator[None]:
-    """Let a block save what its operations keep; where operations are executed nothing is kept, and nothing is done."""
-    parent = current()
-    while isinstance(parent, SavingTrace):
-        parent = parent.parent
-    if parent is EVAL or isinstance(parent, Recorder):
-        with set_current_trace(parent):
-            yield
-        return
-    with set_current_trace(SavingTrace(parent, saving)):
-        yield
-
-
-def of_one_trace(values: Sequence[Any]) -> bool:
-    """Whether values are all known arrays, or all tracers of one trace."""
-    traces = {id(x._trace) if isinstance(x, Tracer) else None for x in values}
-    return len(traces) == 1 and all([isinstance(x, jax.Array) for x in values])
-
-
-def closes_over_ended(function: Any) -> bool:
-    """Whether a function closes over a value of a trace that has ended, itself or by one that it closes over."""
-    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _is_set(cell)]
-    held = [*cells, *(getattr(function, "__defaults__", None) or ())]
-    return any(_has_ended(x) or (isinstance(x, types.FunctionType) and closes_over_ended(x)) for x in held)
-
-
-def _has_ended(value: Any) -> bool:
-    return isinstance(value, Tracer) and not value._trace.is_valid()
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

@@ -28,14 +28,19 @@ _HOOKS = "lm.autograd.saved_tensors_hooks"
 
 
 class Block(contextlib.ContextDecorator):
-    """What :func:`saved_tensors_hooks` returns: a context and decorator, to be used again and by any thread."""
+    """What :func:`saved_tensors_hooks` returns: a context and decorator, to be used again and by any thread.
 
-    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> None:
+    Args:
+        pack: Gets what an operation keeps.
+        unpack: Gets the type of that; returns what is called with what ``pack`` returned.
+    """
+
+    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Callable[[Any], Any]]) -> None:
         self._saving = _Saving(pack, unpack)
         self._entered = _Entered()
 
     def __enter__(self) -> None:
-        block = _compat.residuals.saving_in(self._saving)
+        block = _compat.saving.saving_in(self._saving)
         block.__enter__()
         self._entered.blocks.append(block)
 
@@ -49,9 +54,9 @@ class _Entered(threading.local):
 
 
 class _Saving:
-    """The hooks of a block, as :class:`lazymods._compat.residuals.Saving`."""
+    """The hooks of a block, as :class:`lazymods._compat.saving.Saving`."""
 
-    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, pack: Callable[[Any], Any], unpack: Callable[[Any], Callable[[Any], Any]]) -> None:
         self._pack, self._unpack = pack, unpack
         self._kept: dict[int, _Kept] = {}  # by the id of a residual, as long as that is there
 
@@ -65,13 +70,13 @@ class _Saving:
         before = None if known is None else known.arrays(residual)
         if before is not None and known is not None and known.tree == tree:
             return before, tree
-        if _compat.residuals.of_one_trace([residual, *arrays]):
+        if _compat.saving.of_one_trace([residual, *arrays]):
             key = id(residual)
             self._kept[key] = _Kept(weakref.ref(residual, lambda _: self._kept.pop(key, None)), arrays, tree)
         return arrays, tree
 
     def get(self, kept: Sequence[Any], tree: Any, aval: Any) -> Any:
-        value = _called("unpack", self._unpack, jax.tree.unflatten(tree, kept), aval)
+        value = _called("unpack", self._unpack(aval), jax.tree.unflatten(tree, kept))
         if describe(value) != describe(aval) or not isinstance(value, (jax.Array, np.ndarray, np.generic)):
             needed = f"{describe(aval)}, as what pack got: the backward pass goes on with it"
             line = "unpack that undoes what pack does, shape and dtype too: lambda kept: kept.astype(jnp.float32)"
@@ -101,19 +106,18 @@ class _Kept:
         return found if self._residual() is residual and all(x is not None for x in found) else None
 
 
-def _called(name: str, hook: Callable[..., Any], *args: Any) -> Any:
-    problem = Problem(
-        f"{_HOOKS}, {name}",
-        f"a {name} that closes over a value of the function that is differentiated",
-        "hooks of what they get alone: they run when the function is transformed, outside of it",
-        "what unpack needs as part of what pack returns: lambda a: (a / a.max(), a.max())",
-    )
-    if _compat.residuals.closes_over_ended(hook):
-        raise LazyError(problem)
+def _called(name: str, hook: Callable[..., Any], value: Any) -> Any:
     try:
-        return hook(*args)
+        is_foreign = _compat.saving.uses_foreign(hook, value)
+        if not is_foreign:
+            return hook(value)
+        reason = None
     except jax.errors.UnexpectedTracerError as error:
-        raise LazyError(problem) from error
+        reason = error
+    got = "a hook that closes over a value of the function that is differentiated"
+    needed = "one of what it gets alone: it is run where the function is transformed, outside of it"
+    line = "what unpack needs as part of what pack returns: lambda a: (a / a.max(), a.max())"
+    raise LazyError(Problem(f"{_HOOKS}, {name}", got, needed, line)) from reason
 
 
 def _no_array(residual: Any, leaf: Any) -> Problem:
@@ -156,7 +160,7 @@ def saved_tensors_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
     """
     refuse_uncallable(f"{_HOOKS}, pack", pack)
     refuse_uncallable(f"{_HOOKS}, unpack", unpack)
-    return Block(pack, lambda kept, _, unpack=unpack: unpack(kept))
+    return Block(pack, lambda _: unpack)
 
 
 def save_on_cpu() -> Block:
@@ -184,10 +188,10 @@ def save_on_cpu() -> Block:
     def pack(residual: Any) -> Any:
         return jax.device_put(residual, host, src=device)
 
-    def unpack(kept: Any, _: Any) -> Any:
+    def unpack(kept: Any) -> Any:
         return jax.device_put(kept, device, src=host)
 
-    return Block(pack, unpack)
+    return Block(pack, lambda _: unpack)
 
 
 def save_as(dtype: Any) -> Block:
@@ -221,10 +225,7 @@ def save_as(dtype: Any) -> Block:
     def pack(residual: Any) -> Any:
         return residual.astype(narrow) if _is_float(residual.dtype) and _bytes(residual) > narrow.itemsize else residual
 
-    def unpack(kept: Any, like: Any) -> Any:
-        return kept if kept.dtype == like.dtype else kept.astype(like.dtype)
-
-    return Block(pack, unpack)
+    return Block(pack, lambda like: lambda kept: kept if kept.dtype == like.dtype else kept.astype(like.dtype))
 
 
 def _is_float(dtype: Any) -> bool:
