@@ -45,6 +45,7 @@ class SavedArray:
         array: Its dtype and shape, as in a jaxpr.
         nbytes: Its bytes.
         is_argument: Whether it is an argument or a parameter, which is there anyway.
+        is_on_host: Whether it is in the memory of the host (:func:`lazymods.autograd.save_on_cpu`).
     """
 
     layer: str
@@ -52,6 +53,7 @@ class SavedArray:
     array: str
     nbytes: int
     is_argument: bool
+    is_on_host: bool = False
 
     @property
     def group(self) -> str:
@@ -80,6 +82,11 @@ class SavedReport:
         return sum([row.nbytes for row in self.rows if row.is_argument])
 
     @property
+    def on_host(self) -> int:
+        """The bytes of those that are in the memory of the host."""
+        return sum([row.nbytes for row in self.rows if row.is_on_host])
+
+    @property
     def by_layer(self) -> dict[str, int]:
         """The bytes of each layer; of arguments and parameters under '(argument)'."""
         found: dict[str, int] = {}
@@ -101,8 +108,10 @@ class SavedReport:
         text = io.StringIO()
         width = sum([max([len(row[i]) for row in cells]) + 2 for i in range(4)])
         Console(file=text, width=max(width, 40), markup=False, emoji=False, highlight=False).print(table)
-        of_arguments = f", {self.of_arguments:,} of them arguments and parameters" if self.of_arguments else ""
-        return f"{text.getvalue()}total: {self.total:,} bytes in {len(self.rows)} arrays{of_arguments}"
+        parts = [f"total: {self.total:,} bytes in {len(self.rows)} arrays"]
+        parts += [f"{self.of_arguments:,} of them arguments and parameters"] if self.of_arguments else []
+        parts += [f"{self.on_host:,} of them on the host"] if self.on_host else []
+        return text.getvalue() + ", ".join(parts)
 
     __repr__ = __str__
 
@@ -289,7 +298,8 @@ def _row(var: Any, jaxpr: Any, inputs: dict[Any, str], arguments: _Arguments) ->
     size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
     origin, equation, scopes = _origin(var, jaxpr)
     if equation is not None:
-        return SavedArray(arguments.layer(scopes), _source(equation), describe(var.aval), size, False)
+        is_on_host = getattr(var.aval, "memory_space", None) == jax.memory.Space.Host
+        return SavedArray(arguments.layer(scopes), _source(equation), describe(var.aval), size, False, is_on_host)
     name = None if isinstance(origin, Literal) else inputs.get(origin)
     return SavedArray("", name or "a constant", describe(var.aval), size, name is not None)
 
