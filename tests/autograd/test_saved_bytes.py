@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import re
+from typing import Any
 
 import jax
 import jax.ad_checkpoint
@@ -217,5 +218,6 @@ def test_what_has_no_gradient_is_refused(f, args, got):
 
 
 def test_what_cannot_be_called_is_refused():
+    array: Any = jnp.ones(3)
     with pytest.raises(lm.ArgumentError, match=r"lm\.autograd\.saved_bytes"):
-        ag.saved_bytes(jnp.ones(3))
+        ag.saved_bytes(array)

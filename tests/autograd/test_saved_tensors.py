@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +172,7 @@ OPERATIONS = {
     "closing_rule": closing_rule,
     "scan": scanned,
     "switch": branching,
-    "fori_loop": lambda x: jax.lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) * i + c, x).sum(),
+    "fori_loop": lambda x: jnp.sum(jax.lax.fori_loop(0, 3, lambda i, c: jnp.sin(c) * i + c, x)),
     "jit": lambda x: jax.jit(lambda a: {"s": jnp.sin(a), "i": jnp.argmax(a), "n": 2 * a})(x)["s"].sum(),
     "checkpoint": lambda x: jax.checkpoint(lambda a: jnp.sin(jnp.sin(a)))(x).sum(),
     "inner_grad": lambda x: (jax.grad(lambda y: (jnp.sin(y) * x).sum())(x) * x).sum(),
@@ -261,7 +262,7 @@ def test_integers_and_booleans_are_packed():
     def f(x):
         return (jnp.where(x > 0, x, 0.0)[jnp.array([0, 2])] ** 2).sum()
 
-    same(jax.grad(hooked(f, pack, lambda a: a))(jnp.asarray(V)), np.array([2, 0, 12]))
+    same(jax.grad(hooked(f, pack, lambda a: a))(jnp.asarray(V)), np.array([2, 0, 6]))
     assert {"bool", "int32", "float32"} <= seen
 
 
@@ -385,7 +386,10 @@ def test_each_thread_has_its_own_blocks():
         found[i] = jax.grad(f)(jnp.asarray(V))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    [t.start() for t in threads], [t.join() for t in threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     same([found[i] for i in range(4)], [2 * V, 6 * V, 2 * V, 6 * V])
 
 
@@ -648,8 +652,9 @@ def test_save_as_refuses_what_is_no_float(dtype):
 
 
 def test_recompute_refuses_what_cannot_be_called():
+    number: Any = 3
     with pytest.raises(lm.ArgumentError, match=r"lm\.autograd\.recompute"):
-        ag.recompute(3)
+        ag.recompute(number)
 
 
 LEAKS = """
