@@ -20,7 +20,7 @@ from jax.extend.linear_util import WrappedFun
 from lazymods._compat.finding import require
 from lazymods._compat.residuals import OWN, Saving, as_jaxpr, has_derivative, saving_p
 from lazymods._compat.traces import EVAL
-from lazymods._compat.tracing import Recorder, current, is_jaxpr, open_jaxpr
+from lazymods._compat.tracing import Recorder, allocates, current, is_jaxpr, open_jaxpr
 from lazymods._compat.worlds import same_world
 
 require(Trace, "process_primitive", "process_custom_jvp_call", "process_custom_vjp_call")
@@ -45,7 +45,7 @@ class SavingTrace(Trace):
         self._weakref = same_world(parent)
 
     def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
-        if primitive in OWN or not any([isinstance(x, Tracer) for x in tracers]):
+        if primitive in OWN or allocates(primitive) or not any([isinstance(x, Tracer) for x in tracers]):
             with set_current_trace(self.parent):
                 return primitive.bind(*tracers, **params)
         if any([jaxpr.effects or _saves(jaxpr) for jaxpr in jaxprs_in_params(params)]):

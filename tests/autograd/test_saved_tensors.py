@@ -90,6 +90,12 @@ def with_a_callback(x):
     return f(x).sum()
 
 
+def mutable_reference(x):
+    ref = jax.new_ref(x * 1.0)
+    ref[...] = jnp.sin(ref[...])
+    return (ref[...] * x).sum()
+
+
 def named_axis(x):
     return jax.vmap(lambda row: jax.lax.psum(jnp.sin(row) * row, "i") * row, axis_name="i")(x).sum()
 
@@ -119,6 +125,7 @@ OPERATIONS = {
     "inner_grad": lambda x: (jax.grad(lambda y: (jnp.sin(y) * x).sum())(x) * x).sum(),
     "inner_vmap": lambda x: jax.vmap(lambda row: jnp.linalg.norm(jax.nn.softmax(row)))(x).sum(),
     "named_axis": named_axis,
+    "mutable_reference": mutable_reference,
     "callback": with_a_callback,
     "dropout": lambda x: jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, x.shape), x / 0.5, 0.0).sum() ** 2,
     "stop_gradient": lambda x: (jax.lax.stop_gradient(x) * x).sum(),
