@@ -125,7 +125,6 @@ OPERATIONS = {
     "inner_grad": lambda x: (jax.grad(lambda y: (jnp.sin(y) * x).sum())(x) * x).sum(),
     "inner_vmap": lambda x: jax.vmap(lambda row: jnp.linalg.norm(jax.nn.softmax(row)))(x).sum(),
     "named_axis": named_axis,
-    "mutable_reference": mutable_reference,
     "callback": with_a_callback,
     "dropout": lambda x: jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, x.shape), x / 0.5, 0.0).sum() ** 2,
     "stop_gradient": lambda x: (jax.lax.stop_gradient(x) * x).sum(),
@@ -151,6 +150,12 @@ def test_gradients_are_those_without_hooks(operation, how):
             ORDERS[how](hooked(f))(x)
         return
     same(ORDERS[how](hooked(f))(x), want, 1e-4)
+
+
+@pytest.mark.parametrize("how", ["grad", "grad_of_jit", "jit_of_grad"])
+def test_mutable_references_work_in_a_block(how):  # jax itself has no second derivative of them
+    x = jnp.asarray(V)
+    same(HOW[how](hooked(mutable_reference))(x), np.cos(V) * V + np.sin(V))
 
 
 def test_rules_of_the_users_own_stay():
