@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lazymods._compat.births import birth_trace as birth_trace
     from lazymods._compat.births import current_home as current_home
     from lazymods._compat.equations import bind_equation as bind_equation
+    from lazymods._compat.equations import scopes_of as scopes_of
     from lazymods._compat.fast_traces import at_trace as at_trace
     from lazymods._compat.fast_traces import current_trace as current_trace
     from lazymods._compat.fast_traces import executing as executing
@@ -77,7 +78,7 @@ if TYPE_CHECKING:
 _FUNCTIONS = {
     "backward_marks": "mark_inputs mark_outputs",
     "births": "birth_trace current_home",
-    "equations": "bind_equation",
+    "equations": "bind_equation scopes_of",
     "fast_traces": "at_trace current_trace executing",
     "grad_modes": "Mode close_block open_block",
     "initializers": "is_jax_initializer kept_when_compiled with_modules",
@@ -105,6 +106,7 @@ _FEATURES = {
     "grad_modes": "switching gradients off in lm.autograd",
     "jit": "lm.jit",
     "placing": "bringing arrays to a device",
+    "saving": "lm.autograd.saved_tensors_hooks",
     "subclasses": "lm.jit and lm.lazytensor",
     "tracing": "lm.lazytensor, and Python decisions on array values in lm.jit,",
     "transforms": "the first call of a layer inside an nnx transform",

@@ -1,6 +1,7 @@
-"""Running one operation of a jaxpr.
+"""Running one operation of a jaxpr, and where it was made.
 
-Private: ``JaxprEqn.ctx.manager`` and ``Primitive.get_bind_params``. Seen with jax 0.10.2, 0.11.2 and 0.12.0.
+Private: ``JaxprEqn.ctx.manager``, ``JaxprEqn.source_info.name_stack`` and ``Primitive.get_bind_params``. Seen with
+jax 0.10.2, 0.11.2 and 0.12.0.
 """
 
 from __future__ import annotations
@@ -25,6 +26,15 @@ def bind_equation(equation: Any, inputs: Sequence[Any], params: dict[str, Any]) 
     with settings:
         out = primitive.bind(*inputs, **given)
     return out if primitive.multiple_results else [out]
+
+
+def scopes_of(equation: Any) -> str:
+    """Return the named scopes in which an equation was made, ``outer/inner``, with transforms as ``jvp(outer)``."""
+    try:
+        return str(equation.source_info.name_stack)
+    except AttributeError as error:
+        tell("lm.autograd.saved_bytes", str(error), "operations without their layers")
+        return ""
 
 
 def _evaluated(equation: Any, inputs: Sequence[Any], params: dict[str, Any]) -> Sequence[Any]:
