@@ -138,8 +138,9 @@ def load_entries(
         if survey.hooked:
             given = _run_pre_hooks(survey, given, strict)
             survey = Survey(model)  # a hook may do anything
-        plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
-        fitted = by_trial.fitted(survey, decoded(given, survey.places))
+        entries = decoded(given, survey.places)
+        plan = make_plan(survey, entries, skip=mismatched == "skip", dtype=dtype)
+        fitted = by_trial.fitted(survey, entries)
         snapshot = Snapshot(model) if plan.grown or fitted else None
         try:
             if plan.grown or fitted:  # layers that hold more at the sizes of their entries than what was known

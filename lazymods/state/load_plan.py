@@ -74,6 +74,7 @@ class LoadPlan:
         self.mismatched: list[str] = []
         self.problems: list[Problem] = []
         self.uninitialized: list[Problem] = []
+        self._made: dict[Any, Any] = {}
 
     def where(self, place: Place) -> str:
         """Name a place by its path and what is there."""
@@ -89,6 +90,16 @@ class LoadPlan:
     def problem(self, place: Place, got: str, needed: str, write: str) -> None:
         """Note that an entry cannot be written."""
         self.problems.append(Problem(self.where(place), got, needed, write))
+
+    def made_instead(self, place: Place, shape: Shape) -> Any:
+        """Return what a user's initializer makes, if it is another kind of array than the placeholder tells."""
+        pending = place.value.pending if place.lazy else None
+        if pending is None or not isinstance(pending.source, ConstructorInit) or pending.stacking.sizes:
+            return None
+        key = (id(pending.source), shape, pending.dtype)  # layers of one configuration share the source
+        if key not in self._made:
+            self._made[key] = pending.source.returned(shape, pending.dtype)
+        return self._made[key]
 
     def target_dtype(self, place: Place, stored: Any, made: Any = None) -> Any:
         """Return the dtype that a value gets in a place: only parameters get the one that was asked for."""
@@ -198,7 +209,7 @@ def _check_entry(plan: LoadPlan, place: Place, value: Any) -> None:
         needed = show_shape(shape) if shape is not None else "?"
         plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting")
         return
-    made = _made_instead(place, tuple(array.shape))
+    made = plan.made_instead(place, tuple(array.shape))
     dtype = plan.target_dtype(place, array.dtype, made)
     reason = cast_problem(array, dtype)
     if reason is not None:
@@ -207,14 +218,6 @@ def _check_entry(plan: LoadPlan, place: Place, value: Any) -> None:
     if isinstance(made, np.ndarray) and not isinstance(array, Tracer):
         array, dtype = np.array(array, dtype), None
     plan.writes[place.name] = Write(place, array, dtype, current)
-
-
-def _made_instead(place: Place, shape: Shape) -> Any:
-    """Return what a user's initializer makes, if it is another kind of array than the placeholder tells."""
-    pending = place.value.pending if place.lazy else None
-    if pending is None or not isinstance(pending.source, ConstructorInit) or pending.stacking.sizes:
-        return None
-    return pending.source.returned(shape, pending.dtype)
 
 
 def _check_plain(plan: LoadPlan, place: Place, value: Any, current: Any) -> None:

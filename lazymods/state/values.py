@@ -77,6 +77,8 @@ def is_text(value: Any) -> bool:
 
 def is_deleted(array: Any) -> bool:
     """Whether it is a JAX array that was deleted or donated."""
+    if isinstance(array, np.ndarray):  # isinstance() of a JAX array takes longer
+        return False
     return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted()
 
 
