@@ -32,9 +32,10 @@ def merge(node: Any, actual: Node, pattern: Node) -> None:
     for name, description in actual.attributes.items():
         value = held.get(name, _graph.MISSING)
         before = pattern.attributes.get(name)
-        if type(description) is type(before) is Static and before.value is value and not description.mutable:
-            merged[name] = description.value  # what _merged returns, of most attributes of most layers
-            continue
+        if isinstance(description, Static) and isinstance(before, Static):  # most attributes of most layers
+            if before.value is value and not description.mutable:
+                merged[name] = description.value  # as _merged returns it
+                continue
         if value is _graph.MISSING and not isinstance(description, Static):
             continue  # removed since construction
         merged[name] = _merged(value, description, before)
