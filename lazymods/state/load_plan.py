@@ -259,7 +259,7 @@ def _array_for(plan: LoadPlan, place: Place, value: Any, current: Any) -> Any:
     elif _has_no_numbers(current):
         got = f"{describe(value)}, for an array of {current.dtype} in the model"
         plan.problem(place, got, "an array of numbers, as it is there", f"an array of numbers for {place.name}")
-    elif _dtype_of(current) is None and not isinstance(array, Tracer) and not is_storable(array.dtype):  # a longdouble
+    elif array.dtype.itemsize > 8 and _dtype_of(current) is None and not is_storable(array.dtype):  # a longdouble
         plan.problem(place, describe(array), "numbers that JAX has an array for", f"{place.name} in another dtype")
     else:
         return array
