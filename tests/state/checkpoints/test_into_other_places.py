@@ -151,7 +151,7 @@ def test_a_text_for_an_array(tmp_path: Path) -> None:
         lm.load(nnx.Dict(v=nnx.Param(jnp.ones(2))), tmp_path / "s.npz", strict=False)
 
 
-NO_NUMBERS = [np.str_("a"), np.bytes_(b"a"), np.datetime64("2020"), np.timedelta64(3), np.void(b"a")]
+NO_NUMBERS = [np.str_("a"), np.bytes_(b"a"), np.datetime64("2020"), np.timedelta64(3, "D"), np.void(b"a")]
 
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: type(value).__name__)
