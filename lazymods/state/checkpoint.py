@@ -77,6 +77,7 @@ def load(
     Raises:
         CheckpointError: If the file is not what it claims to be.
         StateDictError: If its entries do not fit the model, as for :func:`load_state_dict`.
+        UninitializedError: If a lazy layer is an argument of a transform of Flax that cannot carry new parameters out.
         FileNotFoundError: If there is no such file.
         TypeError: If the model is neither an nnx object nor a dict or list that can be written to.
         ValueError: If an argument has no such choice.
