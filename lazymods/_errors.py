@@ -205,6 +205,7 @@ def check_pickles(name: str, value: Any, where: Callable[[], str], needed: str, 
         raise SerializationError(Problem(where(), got, needed, write)) from error
 
 
+_MAX_SHOWN = 1000  # characters of a text, and bits of an integer, that a message shows
 _SHORT = {"float": "f", "uint": "u", "int": "i", "complex": "c"}
 
 
@@ -214,9 +215,18 @@ def describe(value: Any) -> str:
     known = isinstance(raw, (nnx.Pytree, type))  # nnx.Rngs answers to any name
     shape, dtype = (None, None) if known else (getattr(raw, "shape", None), getattr(raw, "dtype", None))
     if shape is None or dtype is None:
-        return repr(value) if isinstance(value, (int, float, bool, str, type(None))) else type(value).__name__
+        return _shown(value) if isinstance(value, (int, float, bool, str, type(None))) else type(value).__name__
     dims = ",".join("?" if d is None else str(d) for d in shape)
     return f"{short_dtype(dtype)}[{dims}]"
+
+
+def _shown(value: Any) -> str:
+    """Return a plain value as it is written; a long one is cut: Python refuses to write integers of any length."""
+    if isinstance(value, int) and value.bit_length() > _MAX_SHOWN:
+        return f"an integer of {value.bit_length():,} bits"
+    if isinstance(value, str) and len(value) > _MAX_SHOWN:
+        return f"{value[:_MAX_SHOWN]!r}..., a text of {len(value):,} characters"
+    return repr(value)
 
 
 def short_dtype(dtype: Any) -> str:

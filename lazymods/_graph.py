@@ -22,7 +22,7 @@ from lazymods._initial.pending import PendingInit
 STATE = _compat.own_name("state")  # the attribute that makes a layer lazy
 HOOKS = _compat.own_name("hooks")  # the attribute that holds a module's hooks
 REQUIRES_GRAD = "requires_grad"  # metadata of a parameter, by PyTorch's name; one without it is trained
-REMOVED_HOOKS: set[int] = set()  # ids of those that were removed inside a transform, which may give them back
+REMOVED_HOOKS: set[int] = set()  # ids of those that a backward hook removed: a transform may give them back
 Path = tuple[Any, ...]
 _PRIVATE = frozenset((STATE, HOOKS, _compat.STATE, _compat.NODES))
 
@@ -114,9 +114,9 @@ def _kind_of_instance(value: Any) -> NodeKind:
     return ARRAY if isinstance(value, jax.Array) else OTHER
 
 
-def children(value: Any) -> Iterable[tuple[Any, Any]]:
-    """What an nnx object, mapping, list, tuple or registered pytree holds, by key."""
-    kind = kind_of(value)
+def children(value: Any, kind: NodeKind | None = None) -> Iterable[tuple[Any, Any]]:
+    """What an nnx object, mapping, list, tuple or registered pytree holds, by key; ``kind``: its own, if known."""
+    kind = kind_of(value) if kind is None else kind
     if kind is NODE:
         return [item for item in vars(value).items() if item[0] not in _PRIVATE]
     if kind is MAPPING:
@@ -163,23 +163,23 @@ def _entries(holder: Any, path: Path, above: tuple[int, ...]) -> Iterator[Entry]
 def nodes(model: Any) -> list[tuple[Path, Any]]:
     """Every nnx object, ``model`` first, one that is shared under its first name only."""
     found: list[tuple[Path, Any]] = []
-    _collect_nodes(model, (), (), set(), found)
+    _collect_nodes(model, kind_of(model), (), (), set(), found)
     return found
 
 
 def _collect_nodes(
-    value: Any, path: Path, above: tuple[int, ...], seen: set[int], found: list[tuple[Path, Any]]
+    value: Any, kind: NodeKind, path: Path, above: tuple[int, ...], seen: set[int], found: list[tuple[Path, Any]]
 ) -> None:
     if id(value) in seen or id(value) in above:  # a cycle
         return
-    if kind_of(value) is NODE:
+    if kind is NODE:
         seen.add(id(value))
         found.append((path, value))
     above = (*above, id(value))
-    for key, child in children(value):
+    for key, child in children(value, kind):
         kind = kind_of(child)
-        if kind in (NODE, PYTREE) or (NODE < kind < OTHER and child):
-            _collect_nodes(child, (*path, key), above, seen, found)
+        if NODE <= kind < OTHER and (kind is NODE or kind is PYTREE or child):
+            _collect_nodes(child, kind, (*path, key), above, seen, found)
 
 
 MISSING = object()  # what get_child and at return where there is nothing

@@ -57,7 +57,7 @@ class Snapshot:
             self._containers.append((value, value.copy()))
         elif isinstance(value, MutableMapping):
             self._containers.append((value, dict(value)))
-        for _, child in _graph.children(value):
+        for _, child in _graph.children(value, kind):
             kind = kind_of(child)
             if kind is not OTHER and kind is not ARRAY:
                 self._take(child, kind, seen)

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from lazymods._compat.traces import weak as weak
     from lazymods._compat.transforms import carrying_transforms as carrying_transforms
     from lazymods._compat.transforms import fixed_structure as fixed_structure
+    from lazymods._compat.transforms import incarnations as incarnations
     from lazymods._compat.transforms import mapping_axes as mapping_axes
     from lazymods._compat.transforms import transforms_running as transforms_running
     from lazymods._compat.variables import NOT_GIVEN as NOT_GIVEN
@@ -88,7 +89,7 @@ _FUNCTIONS = {
     "placing": "device_put put",
     "traces": "are_concrete asked_for_gradient counted dtype_of eval_trace home_trace is_tracer plain_device "
     "threefry_dtype weak",
-    "transforms": "carrying_transforms fixed_structure mapping_axes transforms_running",
+    "transforms": "carrying_transforms fixed_structure incarnations mapping_axes transforms_running",
     "variables": "NOT_GIVEN SET_RAW default_metadata new_variable raw_metadata raw_values value_of write_variable",
 }
 _PLACES = {name: module for module, names in _FUNCTIONS.items() for name in names.split()}

@@ -25,6 +25,11 @@ def carrying_transforms(node: Any) -> list[Any]:
     raise MissingNameError(missing("the first call of a layer as an argument of a transform", "transforms"))
 
 
+def incarnations(node: Any) -> list[Any]:
+    """Return ``node``: others can't be found."""
+    return [node]
+
+
 def fixed_structure(node: Any) -> str | None:
     """Name no transform: :func:`carrying_transforms` has refused it."""
     return None

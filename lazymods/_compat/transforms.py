@@ -16,7 +16,7 @@ from flax.nnx.transforms import iteration
 from lazymods._compat.finding import require
 
 require(graphlib.GRAPH_CONTEXT, "update_context_stacks")
-require(graphlib.UpdateContext, "inner_ref_outer_index", "static_cache")
+require(graphlib.UpdateContext, "inner_ref_outer_index", "outer_ref_outer_index", "static_cache")
 require(iteration.VmapFn, "in_axes")
 require(iteration.PmapFn, "in_axes")
 
@@ -31,6 +31,28 @@ def carrying_transforms(node: Any) -> list[Any]:
         if any(c.inner_ref_outer_index is not None and node in c.inner_ref_outer_index for c in stack):
             tags.append(tag)
     return tags
+
+
+def incarnations(node: Any) -> list[Any]:
+    """Return the objects that are ``node`` outside of and inside the nnx transforms that are running, itself first.
+
+    A transform carries changes from one to the other if both are of one class. Each context of
+    ``graphlib.GRAPH_CONTEXT.update_context_stacks`` numbers its objects outside (``outer_ref_outer_index``), and gives
+    the same numbers to those inside (``inner_ref_outer_index``).
+    """
+    sides = []
+    for stack in graphlib.GRAPH_CONTEXT.update_context_stacks.values():
+        for context in stack:
+            outer, inner = context.outer_ref_outer_index, context.inner_ref_outer_index
+            if outer is not None and inner is not None:
+                sides += [(outer, inner), (inner, outer)]
+    found = [node]
+    for one in found:  # also what is found on the way: transforms may be nested
+        for side, other in sides:
+            number = side.get(one)
+            same = [] if number is None else [o for o, n in other.items() if n == number]
+            found += [o for o in same if not any(o is f for f in found)]
+    return found
 
 
 def fixed_structure(node: Any) -> str | None:

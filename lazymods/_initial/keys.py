@@ -17,7 +17,10 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 def is_key(value: Any) -> bool:
     """Whether a value is an array of random keys."""
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or isinstance(dtype, np.dtype):  # numpy has no such dtype, and JAX takes its time to see that
+        return False
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def host_value(value: Any) -> Key | int | None:

@@ -346,7 +346,8 @@ def _cached_formulas(spec: LayerConfig, context: Any) -> ShapeFormulas:
 
 def context() -> Any:
     """What, outside of the arguments, a constructor's result depends on."""
-    return jax.dtypes.canonicalize_dtype(float), nnx.var_defaults().hijax
+    defaults = nnx.var_defaults()
+    return jax.dtypes.canonicalize_dtype(float), defaults.hijax, defaults.ref
 
 
 @functools.cache

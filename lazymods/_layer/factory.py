@@ -239,7 +239,7 @@ def _key(name: str, twin: _Twin, args: Any, given: Mapping[str, Any], described:
         arguments = tuple(map(exact, args)), tuple([(k, exact(v)) for k, v in given.items()])
     except UnhashableError:
         return None
-    return twin, name, arguments, described, context(), nnx.var_defaults().ref
+    return twin, name, arguments, described, context()
 
 
 @functools.lru_cache(maxsize=1024)

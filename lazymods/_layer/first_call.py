@@ -259,7 +259,7 @@ def is_carried(layer: Any) -> bool:
     if not empty_slots(layer):  # filled by hand or by nnx.merge with values: nothing will be made
         return bool(tags)
     if tags:
-        _check_transforms(layer, {tag for tag in tags if isinstance(tag, str)})
+        _check_transforms(layer, tags, "its first call", _WRITE)
         return True
     if birth is None or vars(layer)[STATE].built_in(birth):
         return False
@@ -272,23 +272,38 @@ def is_carried(layer: Any) -> bool:
     )
 
 
-def _check_transforms(layer: Any, tags: set[str]) -> None:
-    """Refuse the first call as an argument of a transform that cannot carry new parameters out."""
+def load_is_carried(layer: Any) -> bool:
+    """Whether an nnx transform carries what a load makes of a lazy layer to an object outside.
+
+    Raises:
+        UninitializedError: If the transform has it as an argument, and cannot carry new parameters out.
+    """
+    if LOCAL.stage is not None and LOCAL.stage.owns(layer):
+        return False
+    tags = _compat.carrying_transforms(layer)
+    if tags:
+        _check_transforms(layer, tags, "a load of it", "the load before, outside of the transform")
+    return bool(tags)
+
+
+def _check_transforms(layer: Any, all_tags: list[Any], what: str, write: str) -> None:
+    """Refuse what gives a layer its parameters as an argument of a transform that cannot carry new ones out."""
+    tags = {tag for tag in all_tags if isinstance(tag, str)}
     fixed = _compat.fixed_structure(layer)
     if fixed is not None:
         needed = "the same structure before and after: such a transform cannot carry new parameters out"
-        _refuse(layer, f"its first call inside {fixed}, of which it is an argument", needed)
+        _refuse(layer, f"{what} inside {fixed}, of which it is an argument", needed, write=write)
     if "grad" in tags:
-        got = "its first call inside nnx.grad (or nnx.value_and_grad), of which it is an argument"
-        _refuse(layer, got, "parameters to differentiate with respect to: none exist yet")
+        got = f"{what} inside nnx.grad (or nnx.value_and_grad), of which it is an argument"
+        _refuse(layer, got, "parameters to differentiate with respect to: none exist yet", write=write)
     if tags & {"cond", "switch"}:
-        got = "its first call inside nnx.cond (or nnx.switch), of which it is an argument"
-        _refuse(layer, got, "the same parameters after every branch, whether it calls the layer or not")
+        got = f"{what} inside nnx.cond (or nnx.switch), of which it is an argument"
+        _refuse(layer, got, "the same parameters after every branch, whether it calls the layer or not", write=write)
     if tags & _LOOPS and _has_static_keys(layer):
-        got = "its first call inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)"
-        _refuse(layer, got, "the same parameters before and after every step of the loop")
+        got = f"{what} inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)"
+        _refuse(layer, got, "the same parameters before and after every step of the loop", write=write)
     if tags & {"vmap", "pmap"} and _has_static_keys(layer) and _compat.mapping_axes(layer):
-        got = "its first call inside nnx.vmap (or nnx.pmap), which maps over its parameters"
+        got = f"{what} inside nnx.vmap (or nnx.pmap), which maps over its parameters"
         needed = "parameters that have the mapped axis: the model was built outside, with one set of random keys"
         write = "in_axes=(None, 0), or build the model under nnx.vmap too, with nnx.split_rngs"
         _refuse(layer, got, needed, write=write)

@@ -394,13 +394,16 @@ def finish_class(layer: Any) -> None:
         _compat.set_class(layer, target)
 
 
-def settle_if_filled(layer: Any, *, initialize: bool = False, stacked: Stackings | None = None) -> bool:
+def settle_if_filled(
+    layer: Any, *, initialize: bool = False, stacked: Stackings | None = None, keep_class: bool = False
+) -> bool:
     """Settle a layer whose slots have all been filled one by one, by a load or by hand.
 
     Args:
         layer: A lazy layer.
         initialize: Initialize the slots that are empty, if the sizes follow from the others.
         stacked: What :func:`stackings` said before the slots were filled. None: what it says now.
+        keep_class: As for :func:`settle`.
 
     Returns:
         Whether it settled; not if a slot is empty or a size does not follow from the slots.
@@ -413,7 +416,7 @@ def settle_if_filled(layer: Any, *, initialize: bool = False, stacked: Stackings
         if _graph.has_uninitialized_params(layer):
             return False
         layer.infer_attributes_from_state()
-        settle(layer, None)
+        settle(layer, None, keep_class=keep_class)
         return True
     stacked = stackings(layer) if stacked is None else stacked
     values = values_from_slots(layer, stacked)
@@ -430,7 +433,7 @@ def settle_if_filled(layer: Any, *, initialize: bool = False, stacked: Stackings
         fill(layer, values)
     else:
         check_held(layer, abstract, held, stacked)
-    settle(layer, abstract, strict=False)
+    settle(layer, abstract, keep_class=keep_class, strict=False)
     return True
 
 

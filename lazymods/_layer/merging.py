@@ -15,7 +15,7 @@ from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._graph import NODE, PYTREE, STATE, Path, kind_of
-from lazymods._layer.abstract_module import AbstractModule, Container, Held, Node, Static
+from lazymods._layer.abstract_module import AbstractModule, Container, Held, Node, Slot, Static
 from lazymods._layer.formulas import same_static
 
 
@@ -32,6 +32,10 @@ def merge(node: Any, actual: Node, pattern: Node) -> None:
     for name, description in actual.attributes.items():
         value = held.get(name, _graph.MISSING)
         before = pattern.attributes.get(name)
+        if isinstance(description, Static) and isinstance(before, Static):  # most attributes of most layers
+            if before.value is value and not description.mutable:
+                merged[name] = description.value  # as _merged returns it
+                continue
         if value is _graph.MISSING and not isinstance(description, Static):
             continue  # removed since construction
         merged[name] = _merged(value, description, before)
@@ -46,6 +50,8 @@ def merge(node: Any, actual: Node, pattern: Node) -> None:
 
 def _merged(value: Any, description: Any, before: Any) -> Any:
     """Return what an attribute or an item of a container holds from now on; an object is merged where it is."""
+    if isinstance(description, Slot):
+        return value
     if isinstance(description, Static):
         untouched = isinstance(before, Static) and same_static(before.value, value)
         return description.fresh() if untouched or value is _graph.MISSING else value

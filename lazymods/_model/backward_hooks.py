@@ -10,6 +10,7 @@ mode, and where nothing is differentiated, no hook runs.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -133,6 +134,26 @@ class _Held:
 # ---------------------------------------------------------------- running
 
 
+class _Local(threading.local):
+    running = 0
+
+
+_LOCAL = _Local()
+
+
+def is_running() -> bool:
+    """Whether this thread runs a backward hook: the transform that took the module in may have returned it already."""
+    return _LOCAL.running > 0
+
+
+def _run(hook: Any, *args: Any) -> Any:
+    _LOCAL.running += 1
+    try:
+        return hook.function(*args)
+    finally:
+        _LOCAL.running -= 1
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Call:
     """One call of a module, and the hooks that it had then."""
@@ -156,7 +177,7 @@ class Call:
         """
         for hook in self._of(BEFORE):
             module = self.held.module(state)
-            result = hook.function(module, self.outputs.shown(found))
+            result = _run(hook, module, self.outputs.shown(found))
             if result is not None:
                 found = _checked(_name(module, hook), "grad_output", self.outputs, found, result)
         return found
@@ -175,7 +196,7 @@ class Call:
         none = [None] * sum(self.inputs.marked)
         for hook in self._of(AFTER):
             module = self.held.module(state)
-            result = hook.function(module, self.inputs.shown(found or none), self.outputs.shown(outputs))
+            result = _run(hook, module, self.inputs.shown(found or none), self.outputs.shown(outputs))
             if result is None:
                 continue
             if found:

@@ -3,7 +3,8 @@
 A module with forward or backward hooks has an intercepting class: a subclass of its own class, made once for each,
 whose ``__call__`` runs the hooks. Removing the last hook gives the module its own class back, so a module
 without hooks pays nothing. The hooks are a static attribute of the module: copies, pickles and NNX transforms
-keep them.
+keep them. A transform brings an object up to date only with one of its own class: a hook that is registered or removed
+inside of one is so outside as well.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -20,7 +21,7 @@ from flax import nnx
 from lazymods import _compat
 from lazymods._graph import HOOKS, REMOVED_HOOKS, STATE, hooks_of
 from lazymods._layer import first_call, lifecycle
-from lazymods._model.backward_hooks import AFTER, BEFORE, run_with_hooks
+from lazymods._model.backward_hooks import AFTER, BEFORE, is_running, run_with_hooks
 
 ids = itertools.count()  # of hooks
 _AT_CALLS = frozenset(("forward_pre", "forward", BEFORE, AFTER))
@@ -42,22 +43,22 @@ class RemovableHandle:
     """Removes a hook; also a context manager that removes it at the end.
 
     Args:
-        module: The module that the hook is on.
+        modules: The module that the hook is on, outside of and inside the transforms that are running.
         hook: The hook.
     """
 
-    def __init__(self, module: nnx.Module, hook: Hook) -> None:
-        self._module = weakref.ref(module)
+    def __init__(self, modules: Iterable[nnx.Module], hook: Hook) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
         self._id = hook.id
 
     def remove(self) -> None:
         """Remove the hook; removing it twice does nothing."""
-        module = self._module()
-        if module is not None:
-            with _LOCK:
-                if _inside_transform():
-                    REMOVED_HOOKS.add(self._id)
-                _set_hooks(module, tuple(h for h in hooks_of(module) if h.id != self._id))
+        with _LOCK:
+            if is_running():
+                REMOVED_HOOKS.add(self._id)
+            for module in [module for reference in self._modules if (module := reference()) is not None]:
+                for same in _compat.incarnations(module):  # it may be an argument of a transform that is running
+                    _set_hooks(same, tuple(h for h in hooks_of(same) if h.id != self._id))
 
     def __enter__(self) -> RemovableHandle:
         """Return the handle."""
@@ -87,14 +88,16 @@ def register(module: nnx.Module, hook: Hook, *, first: bool = False) -> Removabl
     if not callable(hook.function):
         raise TypeError(f"a hook is a function, got {type(hook.function).__name__}")
     with _LOCK:
-        hooks = hooks_of(module)
-        _set_hooks(module, (hook, *hooks) if first else (*hooks, hook))
-    return RemovableHandle(module, hook)
+        modules = _compat.incarnations(module)
+        for same in modules:
+            hooks = hooks_of(same)
+            _set_hooks(same, (hook, *hooks) if first else (*hooks, hook))
+    return RemovableHandle(modules, hook)
 
 
 def _set_hooks(module: nnx.Module, hooks: tuple[Hook, ...]) -> None:
-    running = not hooks and isinstance(module, Hooked) and _inside_transform()
-    if hooks or running:  # at its end a transform wants the class that the module had at its beginning
+    running = not hooks and isinstance(module, Hooked) and is_running()
+    if hooks or running:  # at its end a transform wants the class that the module had after the forward pass
         object.__setattr__(module, HOOKS, hooks)
     else:
         vars(module).pop(HOOKS, None)

@@ -22,7 +22,7 @@ from lazymods.compile.given import Given, with_sharing
 from lazymods.compile.shadow import compare
 from lazymods.compile.trace import Place
 
-_NOISY = (2, 16)  # the sizes of the noise of the runs that measure the effect of rounding
+_NOISY = (1, 2, 16)  # the sizes of the noise of the runs that measure the effect of rounding
 
 
 def checked(

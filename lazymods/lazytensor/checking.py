@@ -42,7 +42,7 @@ class _Noisy:
         """Return what the runs with noise gave; nothing if one without noise does not give what was there before."""
         if self._found is None:
             calls = self._graph.effects or any(kind.calls_python for kind, *_ in self._graph.lines)
-            self._found = [] if calls else [self._run(make) for make in (own, Noise(2), Noise(16))]
+            self._found = [] if calls else [self._run(make) for make in (own, Noise(1), Noise(2), Noise(16))]
         found = [values.get(cell) for values in self._found]
         return found[1:] if found and is_value(found[0]) and is_identical(self._plain[cell], found[0]) else []
 

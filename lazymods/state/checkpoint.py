@@ -77,6 +77,7 @@ def load(
     Raises:
         CheckpointError: If the file is not what it claims to be.
         StateDictError: If its entries do not fit the model, as for :func:`load_state_dict`.
+        UninitializedError: If a lazy layer is an argument of a transform of Flax that cannot carry new parameters out.
         FileNotFoundError: If there is no such file.
         TypeError: If the model is neither an nnx object nor a dict or list that can be written to.
         ValueError: If an argument has no such choice.
@@ -116,7 +117,7 @@ def load(
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
         with progress_bar(progress, f"loading {printable(file.path.name)}", total) as advance:
             owned = {id(value) for value in entries.values()}
-            weak = {new for new, old in sources.items() if any(file.aliases.get(n, n) in file.weak for n in old)}
+            weak = _weak(file, sources)
 
             def warn(result: LoadResult) -> None:
                 if not result.matched and entries and survey.places:
@@ -136,6 +137,13 @@ def load(
 
 def _called(file: Checkpoint) -> str:
     return f"the checkpoint {printable(str(file.path), 5000)}"
+
+
+def _weak(file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> set[str]:
+    """Return the names of the model whose values are of weak type in the file."""
+    if not file.weak:
+        return set()
+    return {new for new, old in sources.items() if any(file.aliases.get(name, name) in file.weak for name in old)}
 
 
 def _entries(

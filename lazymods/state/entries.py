@@ -112,10 +112,12 @@ class Place(NamedTuple):
 
 def is_buffer(value: Any) -> bool:
     """Whether a load writes into an array, as all who share it expect: one of numpy that is not mapped from a file."""
-    base = value
+    if type(value) is not np.ndarray or not value.flags.writeable:
+        return False
+    base: Any = value
     while isinstance(base, (np.ndarray, memoryview)) and not isinstance(base, np.memmap):
         base = base.obj if isinstance(base, memoryview) else base.base
-    return type(value) is np.ndarray and value.flags.writeable and not isinstance(base, (np.memmap, mmap.mmap))
+    return not isinstance(base, (np.memmap, mmap.mmap))
 
 
 def raw_of(variable: nnx.Variable[Any]) -> Any:

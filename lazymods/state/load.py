@@ -20,7 +20,7 @@ from lazymods._errors import (
     located,
 )
 from lazymods._graph import MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
-from lazymods._layer import held, lifecycle, structure
+from lazymods._layer import first_call, held, lifecycle, structure
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
 from lazymods._layer.merging import put
@@ -138,8 +138,9 @@ def load_entries(
         if survey.hooked:
             given = _run_pre_hooks(survey, given, strict)
             survey = Survey(model)  # a hook may do anything
-        plan = make_plan(survey, decoded(given, survey.places), skip=mismatched == "skip", dtype=dtype)
-        fitted = by_trial.fitted(survey, decoded(given, survey.places))
+        entries = decoded(given, survey.places)
+        plan = make_plan(survey, entries, skip=mismatched == "skip", dtype=dtype)
+        fitted = by_trial.fitted(survey, entries)
         snapshot = Snapshot(model) if plan.grown or fitted else None
         try:
             if plan.grown or fitted:  # layers that hold more at the sizes of their entries than what was known
@@ -255,6 +256,9 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
         for p, n in plan.lazy
         if id(n) not in sized and _graph.has_uninitialized_params(n)
     ]
+    written = {id(write.place.owner) for write in plan.writes.values()}
+    partly = {id(n) for _, n, _ in waiting if any(id(e.value) in written for e in _graph.entries(n))}
+    carried = {id(n) for _, n in plan.lazy if id(n) in sized | partly and first_call.load_is_carried(n)}
     for layer, abstract in plan.sized:
         lifecycle.note_draws(layer, abstract, roots=plan.model, strict=False)
     for layer, abstract in plan.sized:
@@ -262,15 +266,16 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
         lifecycle.renew_metadata_of(layer, abstract)
     _write_values(plan, origin)
     for layer, abstract in plan.sized:
-        lifecycle.settle(layer, abstract, strict=False)
-    written = {id(write.place.owner) for write in plan.writes.values()}
+        lifecycle.settle(layer, abstract, keep_class=id(layer) in carried, strict=False)
     for _, layer, stacked in waiting:
         lifecycle.note_draws_of_slots(layer, stacked, plan.model)
     for path, layer, stacked in waiting:
         try:
             if STATE in vars(layer):
-                partly = any(id(e.value) in written for e in _graph.entries(layer))
-                lifecycle.settle_if_filled(layer, initialize=partly, stacked=stacked)
+                keep_class = id(layer) in carried
+                lifecycle.settle_if_filled(
+                    layer, initialize=id(layer) in partly, stacked=stacked, keep_class=keep_class
+                )
         except LazyError as error:
             problem = error.problems[0] if error.problems else None
             got = problem.got if problem else str(error)

@@ -24,7 +24,16 @@ from lazymods._layer.formulas import ShapeFormulas
 from lazymods._layer.placeholder import UninitializedVariable, fits, show_shape
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
 from lazymods.state.plain import as_number
-from lazymods.state.values import as_array, cast_problem, is_deleted, is_number, own, same_numbers, same_values
+from lazymods.state.values import (
+    as_array,
+    cast_problem,
+    is_deleted,
+    is_number,
+    is_storable,
+    own,
+    same_numbers,
+    same_values,
+)
 
 
 class Write(NamedTuple):
@@ -74,6 +83,7 @@ class LoadPlan:
         self.mismatched: list[str] = []
         self.problems: list[Problem] = []
         self.uninitialized: list[Problem] = []
+        self._made: dict[Any, Any] = {}
 
     def where(self, place: Place) -> str:
         """Name a place by its path and what is there."""
@@ -89,6 +99,16 @@ class LoadPlan:
     def problem(self, place: Place, got: str, needed: str, write: str) -> None:
         """Note that an entry cannot be written."""
         self.problems.append(Problem(self.where(place), got, needed, write))
+
+    def made_instead(self, place: Place, shape: Shape) -> Any:
+        """Return what a user's initializer makes, if it is another kind of array than the placeholder tells."""
+        pending = place.value.pending if place.lazy else None
+        if pending is None or not isinstance(pending.source, ConstructorInit) or pending.stacking.sizes:
+            return None
+        key = (id(pending.source), shape, pending.dtype)  # layers of one configuration share the source
+        if key not in self._made:
+            self._made[key] = pending.source.returned(shape, pending.dtype)
+        return self._made[key]
 
     def target_dtype(self, place: Place, stored: Any, made: Any = None) -> Any:
         """Return the dtype that a value gets in a place: only parameters get the one that was asked for."""
@@ -178,27 +198,15 @@ def _check_entry(plan: LoadPlan, place: Place, value: Any) -> None:
     if kind_of(current) is OTHER and not (isinstance(value, Tracer) and is_number(current)):
         _check_plain(plan, place, value, current)
         return
-    array = as_array(value)
-    if array is None or is_deleted(array):
-        got = f"a value of type {type(value).__name__}" if array is None else "an array that was deleted or donated"
-        odd = array is None and hasattr(value, "shape")  # such as a masked array, or a sparse tensor
-        line = "a plain array, with a number in each place," if odd else "jnp.asarray(...)"
-        plan.problem(place, got, "an array of numbers", f"{line} for {place.name}")
-        return
-    if isinstance(array, Tracer) and home_trace(plan.model) is not _compat.current_home():
-        got = f"{describe(array)}, a traced value of a transform that the model is outside of"
-        plan.problem(place, got, "a value that outlives the transform", "the load before or after the transform")
-        return
-    if _has_no_numbers(current):
-        got = f"{describe(value)}, for an array of {current.dtype} in the model"
-        plan.problem(place, got, "an array of numbers, as it is there", f"an array of numbers for {place.name}")
+    array = _array_for(plan, place, value, current)
+    if array is None:
         return
     shape = current.pending.shape if place.lazy else tuple(np.shape(current))
     if not fits(shape, array.shape):
         needed = show_shape(shape) if shape is not None else "?"
         plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting")
         return
-    made = _made_instead(place, tuple(array.shape))
+    made = plan.made_instead(place, tuple(array.shape))
     dtype = plan.target_dtype(place, array.dtype, made)
     reason = cast_problem(array, dtype)
     if reason is not None:
@@ -207,14 +215,6 @@ def _check_entry(plan: LoadPlan, place: Place, value: Any) -> None:
     if isinstance(made, np.ndarray) and not isinstance(array, Tracer):
         array, dtype = np.array(array, dtype), None
     plan.writes[place.name] = Write(place, array, dtype, current)
-
-
-def _made_instead(place: Place, shape: Shape) -> Any:
-    """Return what a user's initializer makes, if it is another kind of array than the placeholder tells."""
-    pending = place.value.pending if place.lazy else None
-    if pending is None or not isinstance(pending.source, ConstructorInit) or pending.stacking.sizes:
-        return None
-    return pending.source.returned(shape, pending.dtype)
 
 
 def _check_plain(plan: LoadPlan, place: Place, value: Any, current: Any) -> None:
@@ -230,12 +230,44 @@ def _check_plain(plan: LoadPlan, place: Place, value: Any, current: Any) -> None
     if array is None or is_deleted(array):
         plan.problem(place, describe(value), "a number", f"a number for {place.name}")
     elif np.shape(array) != ():
-        plan.mismatch(place, describe(array), f"one number, as {current!r} is")
+        plan.mismatch(place, describe(array), f"one number, as {_number(current)} is")
     elif isinstance(current, (int, np.integer, np.bool_)) and type(array) is not int and not np.isfinite(array):
-        plan.problem(place, str(np.asarray(array)), f"a finite number, as {current!r} is", f"a number for {place.name}")
+        needed = f"a finite number, as {_number(current)} is"
+        plan.problem(place, str(np.asarray(array)), needed, f"a number for {place.name}")
     else:
         number = array if is_number(array) else as_number(array, current)
         plan.writes[place.name] = Write(place, number, None, current)
+
+
+def _array_for(plan: LoadPlan, place: Place, value: Any, current: Any) -> Any:
+    """Return a value as an array; None if it is none that a place could hold, which is noted."""
+    array = as_array(value)
+    if array is None:
+        needed, line = "an array of numbers", "jnp.asarray(...)"
+        got = f"a value of type {type(value).__name__}"
+        if hasattr(value, "shape"):  # such as a masked array, or a sparse tensor
+            line = "a plain array, with a number in each place,"
+        elif type(value) is int:
+            got, needed = describe(value), "a number of at most 64 bits: an array has no longer ones"
+        plan.problem(place, got, needed, f"{line} for {place.name}")
+    elif is_deleted(array):
+        got = "an array that was deleted or donated"
+        plan.problem(place, got, "an array of numbers", f"jnp.asarray(...) for {place.name}")
+    elif isinstance(array, Tracer) and home_trace(plan.model) is not _compat.current_home():
+        got = f"{describe(array)}, a traced value of a transform that the model is outside of"
+        plan.problem(place, got, "a value that outlives the transform", "the load before or after the transform")
+    elif _has_no_numbers(current):
+        got = f"{describe(value)}, for an array of {current.dtype} in the model"
+        plan.problem(place, got, "an array of numbers, as it is there", f"an array of numbers for {place.name}")
+    elif array.dtype.itemsize > 8 and _dtype_of(current) is None and not is_storable(array.dtype):  # a longdouble
+        plan.problem(place, describe(array), "numbers that JAX has an array for", f"{place.name} in another dtype")
+    else:
+        return array
+    return None
+
+
+def _number(value: Any) -> str:
+    return describe(value) if type(value) is int else repr(value)
 
 
 def _has_no_numbers(current: Any) -> bool:
@@ -268,7 +300,7 @@ def _check_key(plan: LoadPlan, place: Place, given: Mapping[str, Any]) -> None:
     array = as_array(value)
     is_other = named is not None and impl is not None and named != impl
     if array is None or is_deleted(array) or array.dtype != np.uint32 or is_other:
-        got = f"{describe(value)} of a {named or 'nameless'} key"
+        got = f"{describe(value)} of a {named} key" if named else describe(value)
         plan.problem(place, got, f"the data of a {impl} key, uint32", "lm.state_dict(model, include_rng=True)")
         return
     known = place.value.pending.shape if place.lazy else current.shape

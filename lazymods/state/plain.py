@@ -15,7 +15,7 @@ import numpy as np
 
 from lazymods._graph import ARRAY, kind_of
 from lazymods.state.entries import JSON, Place, base_name
-from lazymods.state.values import as_array, is_number, is_storable, is_text
+from lazymods.state.values import as_array, is_number, is_storable
 
 Array = np.ndarray[Any, Any]
 
@@ -48,14 +48,14 @@ def _encoded(value: Any) -> Array:
 
 
 def decoded(given: Mapping[str, Any], places: Mapping[str, Place]) -> dict[str, Any]:
-    """Return entries with the JSON ones of a model's numbers and texts read, under the names of those.
+    """Return entries with the JSON ones read, under the names of what they are for: what fits there, the plan says.
 
     One that cannot be read stays as it is.
     """
     out: dict[str, Any] = {}
     for name, value in given.items():
         place = None if name in places or not name.endswith(f".{JSON}") else places.get(base_name(name))
-        read = None if place is None or place.lazy or place.name in given else _decoded(place.value, value)
+        read = None if place is None or place.name in given else _decoded(value)
         if place is None or read is None:
             out[name] = value
         else:
@@ -63,8 +63,8 @@ def decoded(given: Mapping[str, Any], places: Mapping[str, Place]) -> dict[str, 
     return out
 
 
-def _decoded(current: Any, value: Any) -> Any:
-    if not (is_number(current) or is_text(current)) or not isinstance(value, (np.ndarray, jax.Array)):
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, (np.ndarray, jax.Array)):
         return None
     if value.dtype != np.uint8 or value.ndim != 1:
         return None

@@ -27,7 +27,8 @@ def as_array(value: Any) -> Any:
     if isinstance(value, (jax.Array, np.ndarray)):
         return value if _is_numeric(value) else None
     if isinstance(value, (bool, int, float, complex, np.generic)):
-        return np.asarray(value)
+        array = np.asarray(value)  # of Python's objects for an integer of over 64 bits
+        return array if _is_numeric(array) else None
     if hasattr(value, "shape") and hasattr(value, "__array__") and not isinstance(value, type):
         array = _converted(value)
         return array if array is not None and _is_numeric(array) else None
@@ -77,6 +78,8 @@ def is_text(value: Any) -> bool:
 
 def is_deleted(array: Any) -> bool:
     """Whether it is a JAX array that was deleted or donated."""
+    if isinstance(array, np.ndarray):  # isinstance() of a JAX array takes longer
+        return False
     return isinstance(array, jax.Array) and not isinstance(array, Tracer) and array.is_deleted()
 
 

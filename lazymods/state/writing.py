@@ -167,7 +167,7 @@ def _collect(
         if not _is_text(name):
             got, needed, line = describe(value), "a name that UTF-8 can hold", "another name for it"
         elif held is None:
-            got = describe(value)
+            got = _with_its_type(value)
         elif held[0] != name and held[0] in entries:
             got = f"{describe(value)}, beside an entry {held[0]}"
         else:
@@ -176,6 +176,12 @@ def _collect(
         where = printable(f"{path.name}: {name}")
         problems.append(Problem(where, got, needed, f"lm.save of a state without {printable(name)}, or with {line}"))
     return values, aliases, problems
+
+
+def _with_its_type(value: Any) -> str:
+    """Describe a value whose type says why no file holds it: an enumeration's 4, a masked array."""
+    shown, kind = describe(value), type(value).__name__
+    return shown if shown == kind else f"{shown}, of type {kind}"
 
 
 def _is_text(name: str) -> bool:

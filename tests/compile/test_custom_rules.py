@@ -53,7 +53,7 @@ KEPT = pytest.mark.xfail(
     jax.config.jax_check_tracer_leaks,  # type: ignore[attr-defined]
     reason="JAX keeps a rule's functions in the jaxpr, with what they close over: a leak to it under jax.jit too",
 )
-MARKED = [pytest.param(name, marks=[KEPT] * (name == "with_vjp")) for name in RULES]
+MARKED = [pytest.param(name, marks=[KEPT] * (name in ("with_vjp", "with_jvp", "with_gradient"))) for name in RULES]
 X = jnp.linspace(-2.0, 2.0, 8).reshape(2, 4)
 
 

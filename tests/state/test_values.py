@@ -216,8 +216,8 @@ def test_data_without_the_name_of_its_implementation() -> None:
 KEYS: dict[str, tuple[dict[str, Any], str]] = {
     "other-implementation": (lm.state_dict(dropout("rbg"), include_rng=True), "u32[4] of a rbg key"),
     "other-typed": ({"rngs.key": jax.random.key(0, impl="rbg")}, "of a rbg key"),
-    "dtype": ({"rngs.key": np.zeros(2, np.float32)}, "f32[2] of a nameless key"),
-    "text": ({"rngs.key": "key"}, "of a nameless key"),
+    "dtype": ({"rngs.key": np.zeros(2, np.float32)}, "f32[2]\n"),
+    "text": ({"rngs.key": "key"}, "got:    'key'"),
     "shape": ({"rngs.key": np.zeros(4, np.uint32)}, "u32[4]"),
     "many": ({"rngs.key": np.zeros((3, 2), np.uint32)}, "u32[3,2]"),
 }

@@ -24,6 +24,7 @@ _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+_EXTRA = struct.Struct("<2H")
 
 _STORED, _DEFLATED = 0, 8
 _UNREADABLE_FLAGS = 0x1 | 0x20 | 0x40 | 0x2000  # encrypted, a patch, strongly encrypted, a masked header
@@ -78,6 +79,7 @@ def read_directory(path: Path, data: Array) -> dict[str, Entry]:
     """
     directory = _find_directory(path, data)
     raw = data[directory.begin : directory.end].tobytes()
+    file = data.data
     entries: dict[str, Entry] = {}
     spans = []
     position = 0
@@ -85,7 +87,7 @@ def read_directory(path: Path, data: Array) -> dict[str, Entry]:
         central, position = _read_central(path, raw, position)
         if central.name in entries:
             raise refuse(path, "two entries of this name", "each name once", tensor=central.name)
-        entries[central.name] = entry = _locate(path, data, directory, central)
+        entries[central.name] = entry = _locate(path, file, directory, central)
         spans.append((central.header, entry.begin + entry.stored, central.name))
     if position != len(raw):
         got = f"a directory of {len(raw):,} bytes whose entries take {position:,}"
@@ -183,7 +185,7 @@ def _wide_fields(extra: bytes, fields: list[int]) -> list[int] | None:
     position = 0
     wide = b""
     while position + 4 <= len(extra):
-        kind, length = struct.unpack_from("<2H", extra, position)
+        kind, length = _EXTRA.unpack_from(extra, position)
         if kind == 1:
             wide = extra[position + 4 : position + 4 + length]
             break
@@ -201,7 +203,7 @@ def _wide_fields(extra: bytes, fields: list[int]) -> list[int] | None:
 # ---------------------------------------------------------------- an entry
 
 
-def _locate(path: Path, data: Array, directory: _Directory, central: _Central) -> Entry:
+def _locate(path: Path, file: memoryview, directory: _Directory, central: _Central) -> Entry:
     def wrong(got: str, needed: str) -> Exception:
         return refuse(path, got, needed, tensor=central.name)
 
@@ -212,9 +214,9 @@ def _locate(path: Path, data: Array, directory: _Directory, central: _Central) -
     begin = central.header + _LOCAL.size
     if begin > directory.begin:
         raise wrong(f"an entry that begins at byte {central.header:,}", f"one before byte {directory.begin:,}")
-    fields = _LOCAL.unpack_from(data.data, central.header)
+    fields = _LOCAL.unpack_from(file, central.header)
     magic, _, flags, method, _, _, crc, stored, size, name_length, extra_length = fields
-    texts = data.data[begin : begin + name_length + extra_length].tobytes()
+    texts = file[begin : begin + name_length + extra_length].tobytes()
     name, extra = texts[:name_length], texts[name_length:]
     begin += name_length + extra_length
     wide = _wide_fields(extra, [size, stored])
@@ -263,9 +265,9 @@ def read_entry(path: Path, data: Array, entry: Entry, limit: int | None = None) 
         CheckpointError: If they do not unpack to what the directory says.
     """
     wanted = entry.size if limit is None else min(limit, entry.size)
-    raw = data[entry.begin : entry.begin + entry.stored]
     if not entry.compressed:
-        return raw[:wanted]
+        return data[entry.begin : entry.begin + wanted]
+    raw = data[entry.begin : entry.begin + entry.stored]
     out = empty((wanted,), raw.dtype)
     engine = zlib.decompressobj(-zlib.MAX_WBITS)
     position, crc, pending = 0, 0, raw.data

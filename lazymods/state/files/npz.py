@@ -60,10 +60,23 @@ _STRUCTURED = re.compile(r"['\"]descr['\"]\s*:\s*[\[(]")
 
 
 class _Header(NamedTuple):
+    """What the header of an entry says.
+
+    Attributes:
+        descr: The dtype, as numpy writes it.
+        order: The order of the axes.
+        shape: The lengths of the axes.
+        begin: Where the values begin in the entry.
+        dtype: The dtype, if it is one of numpy's numbers and there can be an array of that shape.
+        nbytes: How many bytes the array has then.
+    """
+
     descr: str
     order: Literal["C", "F"]
     shape: Shape
-    begin: int  # where the values begin in the entry
+    begin: int
+    dtype: np.dtype[Any] | None
+    nbytes: int
 
 
 def open_npz(path: Path) -> Checkpoint:
@@ -103,10 +116,12 @@ def _tensor_name(path: Path, name: str) -> str:
 
 
 def _tensor(path: Path, data: Array, name: str, header: _Header, entry: Entry, stored_as: str | None) -> StoredTensor:
-    dtype = _dtype(path, name, header, stored_as)
-    if not possible(header.shape, dtype):
-        raise refuse(path, f"shape {printable(str(header.shape))}", "a shape that an array can have", tensor=name)
-    wanted = byte_count(header.shape, dtype)
+    dtype, wanted = header.dtype, header.nbytes
+    if dtype is None or stored_as is not None:
+        dtype = _dtype(path, name, header, stored_as)
+        if not possible(header.shape, dtype):
+            raise refuse(path, f"shape {printable(str(header.shape))}", "a shape that an array can have", tensor=name)
+        wanted = byte_count(header.shape, dtype)
     if entry.size - header.begin != wanted:
         got = f"{entry.size - header.begin:,} bytes"
         raise refuse(path, got, f"{wanted:,} bytes for {dtype.name}{list(header.shape)}", tensor=name)
@@ -167,7 +182,10 @@ def _parsed(text: str, end: int) -> _Header | tuple[str, str]:
     is_tuple = shape.startswith("(") and (len(lengths) != 1 or "," in shape)
     if descr[:1] not in ("'", '"') or fortran not in ("True", "False") or not is_tuple:
         return f"the header {printable(text.strip())}", "one of numpy's, with descr, fortran_order and shape"
-    return _Header(descr[1:-1], "F" if fortran == "True" else "C", tuple(lengths), end)
+    dtype = np.dtype(descr[1:-1]) if _READABLE.fullmatch(descr[1:-1]) else None
+    dtype = dtype if dtype is not None and possible(tuple(lengths), dtype) else None
+    nbytes = 0 if dtype is None else byte_count(tuple(lengths), dtype)
+    return _Header(descr[1:-1], "F" if fortran == "True" else "C", tuple(lengths), end, dtype, nbytes)
 
 
 def _dtype(path: Path, name: str, header: _Header, stored_as: str | None) -> np.dtype[Any]:

@@ -230,10 +230,12 @@ def _open_arrays(path: Path, folder: Path, tree: _Tree) -> dict[Keys, tuple[Stor
 
     context = tensorstore.Context({"cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
     pending = {}
+    root = f"{folder.resolve()}/"  # tensorstore takes no path with ".." in it
+    has_store = _has_store(folder, tree.options)
     for keys in tree.leaves:
         name = ".".join(keys)
         with _calling_tensorstore(path, name):
-            spec = _spec(folder, name, tree.options)
+            spec = _spec(root, name, tree.options, has_store=has_store)
             pending[keys] = tensorstore.open(spec, open=True, read=True, context=context)
     out = {}
     for keys, future in pending.items():
@@ -255,10 +257,9 @@ def _has_store(folder: Path, options: Mapping[str, Any]) -> bool:
     return (folder / _STORE).exists() if use_ocdbt is None else bool(use_ocdbt)
 
 
-def _spec(folder: Path, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return where tensorstore finds an array, as Orbax lays it out."""
-    root = f"{folder.resolve()}/"  # tensorstore takes no path with ".." in it
-    if _has_store(folder, options):
+def _spec(root: str, name: str, options: Mapping[str, Any], *, has_store: bool) -> dict[str, Any]:
+    """Return where tensorstore finds an array, as Orbax lays it out, in a folder or in a store that holds all."""
+    if has_store:
         base = {"driver": "file", "path": root}
         store = {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": "cache_pool#ocdbt"}
     else:

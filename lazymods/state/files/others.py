@@ -48,12 +48,13 @@ def _open_folder(path: Path) -> Checkpoint:
 def _open_archive(path: Path) -> Checkpoint:
     if path.suffix == ".npz":
         return open_npz(path)
-    names = archive.read_directory(path, map_file(path))
-    if any(name.endswith(".npy") for name in names):
+    data = map_file(path)
+    directory = archive.read_directory(path, data)
+    if any(name.endswith(".npy") for name in directory):
         return open_npz(path)
     if torch_file.has_torch_name(path):
-        return torch_file.open_torch(path)
-    if any(name.endswith("data.pkl") for name in names):
+        return torch_file.open_archive(path, data, directory)
+    if any(name.endswith("data.pkl") for name in directory):
         raise _unread_pickle(path, "a PyTorch file, which holds a pickle")
     raise refuse(path, "a zip archive", "a checkpoint: an npz has entries that end with .npy")
 

@@ -12,7 +12,7 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:)/+[^/]")  # a drive of Windows has
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Refuse a URL, which would be a folder called ``gs:`` beside the program, and what no file can be called.
+    """Refuse a URL, which would be a folder called ``gs:`` beside the program, and what no file is called.
 
     Raises:
         CheckpointError: If it is one.
@@ -24,6 +24,8 @@ def check_path(path: str | os.PathLike[str]) -> None:
         needed = "a path of this machine: a checkpoint of another place has to be copied, or mounted"
         line = "a local path, then what copies it (gsutil, aws s3, ...)"
         raise CheckpointError(Problem(shown, "a URL", needed, line))
+    if not text:  # a Path makes the working directory of it
+        raise CheckpointError(Problem(repr(text), "an empty path", "the name of a file or folder", "another path"))
     if "\0" in text:
         raise CheckpointError(Problem(shown, "a path with a zero byte", "the name of a file", "another path"))
 

@@ -7,7 +7,7 @@ file is mapped: reading a tensor copies nothing.
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +63,12 @@ def open_safetensors(path: Path) -> Checkpoint:
     metadata = _metadata(path, header.pop(METADATA, None))
     length = len(data) - start
     tensors: dict[str, StoredTensor] = {}
+    spans = []
     for name, entry in header.items():
-        begin, _, shape, dtype = _check_entry(path, name, entry, length)
+        begin, end, shape, dtype = _check_entry(path, name, entry, length)
         tensors[name] = StoredTensor(name, shape, dtype, path, data, start + begin)
-    _check_spans(path, tensors.values(), start, len(data))
+        spans.append((begin, end, name))
+    _check_spans(path, spans, length)
     aliases = {alias: kept for alias, kept in metadata.items() if kept in tensors and alias not in tensors}
     return Checkpoint(path, "safetensors", tensors, aliases, _weak(path, metadata), metadata)
 
@@ -163,15 +165,15 @@ def _whole_numbers(value: Any) -> bool:
     return isinstance(value, list) and all([type(d) is int and d >= 0 for d in value])
 
 
-def _check_spans(path: Path, tensors: Iterable[StoredTensor], start: int, end: int) -> None:
-    position = start
-    for tensor in sorted(tensors, key=lambda t: (t.begin, t.nbytes)):
-        if tensor.begin != position:
-            what = "overlap those of another tensor" if tensor.begin < position else "leave a hole before them"
-            begin = tensor.begin - start
-            got = f"bytes {begin:,} to {begin + tensor.nbytes:,}, which {what}"
-            raise refuse(path, got, "tensors one after the other", tensor=tensor.name)
-        position += tensor.nbytes
-    if position != end:
-        got = f"{end - start:,} bytes of data where the header describes {position - start:,}"
+def _check_spans(path: Path, spans: list[tuple[int, int, str]], length: int) -> None:
+    """Refuse tensors that overlap or leave holes, by where each begins and ends among the data."""
+    position = 0
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            what = "overlap those of another tensor" if begin < position else "leave a hole before them"
+            got = f"bytes {begin:,} to {end:,}, which {what}"
+            raise refuse(path, got, "tensors one after the other", tensor=name)
+        position = end
+    if position != length:
+        got = f"{length:,} bytes of data where the header describes {position:,}"
         raise refuse(path, got, "no bytes but the tensors': the file is incomplete or has a tail")

@@ -141,7 +141,7 @@ def possible(shape: Shape, dtype: np.dtype[Any]) -> bool:
 
 def refuse(file: Path, got: str, needed: str, *, tensor: str = "", write: str = "") -> CheckpointError:
     """Make the error for a file that is not what it should be."""
-    name = printable(file.name, 300)
+    name = printable(file.name or str(file), 300)
     where = f"{name}: {printable(tensor)}" if tensor else name
     return CheckpointError(Problem(where, got, needed, write or f"a sound copy of {printable(str(file), 5000)}"))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import tarfile
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,20 +58,36 @@ def open_torch(path: Path) -> Checkpoint:
     """
     data = map_file(path)
     head = data[:512].tobytes()
-    is_zip = head.startswith((archive.MAGIC, archive.EMPTY_MAGIC))
-    if not is_zip:
-        _refuse_other_files(path, head)
-    trusted = _trusted_names()
-    found = _read_archive(path, data, trusted) if is_zip else _read_stream(path, data, trusted)
+    if head.startswith((archive.MAGIC, archive.EMPTY_MAGIC)):
+        return open_archive(path, data, archive.read_directory(path, data))
+    _refuse_other_files(path, head)
+    return _opened(path, data, _read_stream(path, data, _trusted_names()), lambda: None)
+
+
+def open_archive(path: Path, data: Array, directory: Mapping[str, archive.Entry]) -> Checkpoint:
+    """Open a PyTorch file that is a zip archive.
+
+    Args:
+        path: The file.
+        data: Its bytes.
+        directory: The archive's entries by name.
+
+    Raises:
+        CheckpointError: As :func:`open_torch`.
+    """
+
+    def check_sums() -> None:  # reads the directory anew: kept, it would be a third of what an opened file takes
+        archive.check_sums(path, data, archive.read_directory(path, data).values())
+
+    return _opened(path, data, _read_archive(path, data, directory, _trusted_names()), check_sums)
+
+
+def _opened(path: Path, data: Array, found: _Contents, check_sums: Callable[[], None]) -> Checkpoint:
     for name, what in torch_pickle.refused_tensors(found.tree):
         raise refuse(
             path, what, "an ordinary tensor with values", tensor=name, write="tensor.dequantize() or .to_dense()"
         )
     named = torch_tensors.named(path, data, found.tree, found.places, is_swapped=found.is_swapped)
-
-    def check_sums() -> None:  # reads the directory anew: kept, it would be a third of what an opened file takes
-        archive.check_sums(path, data, _entries(path, data).values() if is_zip else ())
-
     return Checkpoint(path, "PyTorch", named.tensors, roots=named.roots, ties=named.ties, check_sums=check_sums)
 
 
@@ -88,9 +104,8 @@ def _trusted_names() -> set[str]:
 # ---------------------------------------------------------------- zip archives
 
 
-def _entries(path: Path, data: Array) -> dict[str, archive.Entry]:
+def _entries(path: Path, entries: Mapping[str, archive.Entry]) -> dict[str, archive.Entry]:
     """Return the entries of a PyTorch archive by their names in its one folder."""
-    entries = archive.read_directory(path, data)
     # PyTorch takes the first entry's folder for the archive's, and compares names without regard to case
     folder = next(iter(entries), "").partition("/")[0]
     inside: dict[str, archive.Entry] = {}
@@ -112,8 +127,10 @@ def _entries(path: Path, data: Array) -> dict[str, archive.Entry]:
     return inside
 
 
-def _read_archive(path: Path, data: Array, trusted: Collection[str]) -> _Contents:
-    entries = _entries(path, data)
+def _read_archive(
+    path: Path, data: Array, directory: Mapping[str, archive.Entry], trusted: Collection[str]
+) -> _Contents:
+    entries = _entries(path, directory)
     pickle = entries["data.pkl"]
     order = entries.get("byteorder")
     order = b"little" if order is None else archive.read_entry(path, data, order).tobytes()

@@ -173,3 +173,41 @@ def test_names_that_no_file_has(suffix: str, tmp_path: Path) -> None:
     (tmp_path / "m").rename(odd)
     with pytest.raises(lm.CheckpointError, match="a path that is no UTF-8"):
         lm.load(layer, odd)
+
+
+def test_a_path_without_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a variable that is not set: the working directory is not meant, whatever is in it."""
+    monkeypatch.chdir(tmp_path)
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    lm.save(layer, "m.safetensors")
+    for use in (lm.save, lm.load):
+        for path in ("", b""):
+            with pytest.raises(lm.CheckpointError, match=r"''\n  got:    an empty path\n"):
+                use(layer, path)  # type: ignore[operator]
+    assert [p.name for p in tmp_path.iterdir()] == ["m.safetensors"]
+    lm.load(layer, ".")
+
+
+def test_the_working_directory_has_a_name_in_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(lm.CheckpointError, match=r"^\.\n  got:    a folder without a checkpoint, which holds nothing"):
+        lm.load(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), ".")
+
+
+class Whole(int):
+    """A number of a type of one's own."""
+
+
+OF_OTHER_TYPES = {
+    "subclass": (Whole(4), "4, of type Whole"),
+    "masked": (np.ma.masked_array([1, 2], [False, True]), r"i64\[2\], of type MaskedArray"),
+    "matrix": (np.arange(2).view(np.matrix), r"i64\[1,2\], of type matrix"),
+    "set": ({1}, "set"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
+@pytest.mark.parametrize("value, got", OF_OTHER_TYPES.values(), ids=OF_OTHER_TYPES)
+def test_the_type_is_told_where_it_is_the_reason(value: Any, got: str, tmp_path: Path) -> None:
+    with pytest.raises(lm.CheckpointError, match=rf"got:    {got}\n  needed: an array, a random key, a number or "):
+        lm.save({"v": value}, tmp_path / "s.npz")
