@@ -82,10 +82,13 @@ class LayerBuilder:
     Args:
         spec: Their spec.
         formulas: The formulas of the spec.
+        shapes: The partial shape of each slot while it is empty.
     """
 
-    def __init__(self, spec: LayerConfig, formulas: ShapeFormulas) -> None:
-        self.spec, self.formulas = spec, formulas
+    def __init__(
+        self, spec: LayerConfig, formulas: ShapeFormulas, shapes: Mapping[Path, PartialShape | None]
+    ) -> None:
+        self.spec, self.formulas, self.shapes = spec, formulas, shapes
         root = formulas.abstract.root
         attributes = [(n, d) for n, d in root.attributes.items() if (n,) not in formulas.pending]
         self.attributes = [(n, d, isinstance(d, Static) and not d.mutable) for n, d in attributes]
@@ -100,8 +103,7 @@ class LayerBuilder:
         """The class of a slot's placeholder, and the static part of its pending init."""
         if slot.path not in self._placeholders:
             cls = UninitializedArray if slot.cls is None else placeholder_type(slot.cls)
-            # with a guessed structure not even the rank is sure
-            shape = None if self.spec.guesses else self.formulas.shapes[slot.path]
+            shape = self.shapes[slot.path]
             source = ConstructorInit(self.spec, slot.path)
             self._placeholders[slot.path] = cls, (source, shape, slot.dtype, dotted(slot.path))
         return self._placeholders[slot.path]

@@ -37,6 +37,7 @@ from lazymods._layer.arguments import Ignored, UnhashableError, constructor_para
 from lazymods._layer.building import LayerBuilder, LazyState
 from lazymods._layer.class_spec import Infer, LazyClassSpec
 from lazymods._layer.config import REFUSALS, LayerConfig, context
+from lazymods._layer.defaults import placeholder_shapes
 from lazymods._layer.mixin import LazyModuleMixin
 
 
@@ -290,7 +291,8 @@ def _layer_builder(
             name, plan.cls, plain, unknown, options, *rest, plan.scales, left_out if plan.decides else ()
         )
 
-    return LayerBuilder(*_first_that_reads(plan, specify, structures, modules)), modules
+    spec, formulas = _first_that_reads(plan, specify, structures, modules)
+    return LayerBuilder(spec, formulas, placeholder_shapes(spec, formulas, modules)), modules
 
 
 def _configured(plan: LazyClassSpec, arguments: Mapping[str, Any], given: set[str]) -> dict[str, Any]:

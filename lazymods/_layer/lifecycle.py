@@ -284,7 +284,8 @@ def note_draws(layer: Any, abstract: AbstractModule, *, roots: Any = (), strict:
         abstract: The constructor at these sizes.
         roots: The model that it is in, where what was forked from its streams gets another key; if it is not known,
             what the callers have.
-        strict: Whether it is refused that others have used keys as if it drew otherwise. A load asks for no keys.
+        strict: Whether it is refused that others have used keys as if it drew otherwise. A load of all values asks for
+            no keys.
 
     Raises:
         ConfigurationError: If it is refused.
@@ -434,13 +435,17 @@ def settle_if_filled(layer: Any, *, initialize: bool = False, stacked: Stackings
     return True
 
 
-def note_draws_of_slots(layer: Any, stacked: Stackings, model: Any) -> None:
+def note_draws_of_slots(layer: Any, stacked: Stackings, model: Any, *, strict: bool) -> None:
     """Do what :func:`note_draws` does, if the sizes follow from the slots that are filled, before others use keys.
 
     Args:
         layer: A lazy layer, or one that was.
         stacked: As for :func:`settle_if_filled`.
         model: The model that it is in.
+        strict: As for :func:`note_draws`.
+
+    Raises:
+        ConfigurationError: As :func:`note_draws`.
     """
     state = vars(layer).get(STATE)
     if state is None or state.turns is None or state.spec.modules:
@@ -448,7 +453,7 @@ def note_draws_of_slots(layer: Any, stacked: Stackings, model: Any) -> None:
     with contextlib.suppress(ShapeInferenceError):  # said when it is the layer's turn
         values = values_from_slots(layer, stacked)
         if values is not None:
-            note_draws(layer, state.spec.abstract(values, {}), roots=model, strict=False)
+            note_draws(layer, state.spec.abstract(values, {}), roots=model, strict=strict)
             renew_random_state(layer, state.spec.abstract(values, {}))
 
 

@@ -197,7 +197,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
 
     def _initial_value(self, shape: Shape) -> Any:
         if not _graph.LOCAL.session:
-            draws.use(self.pending.turns)
+            pending, part = self.pending, self.pending.stacking.part(shape)
+            draws.use(pending.turns, is_sure=part is None or pending.source.has_all_sizes(part))
         try:
             return self.pending.make(shape)
         except ValueError as error:

@@ -92,7 +92,7 @@ def _builder(layer: Any, abstract: AbstractModule, turns: Any = _OWN) -> ModuleB
     if keys is None:
         keys, stacking = _traced_keys(layer)
     shapes = {p: s.shape for p, s in abstract.slots.items()}
-    layer_builder = LayerBuilder(state.spec, ShapeFormulas(abstract, {}, {}, shapes, frozenset()))
+    layer_builder = LayerBuilder(state.spec, ShapeFormulas(abstract, {}, {}, shapes, frozenset()), shapes)
     return ModuleBuilder(layer_builder, keys, {}, stacking, state.turns if turns is _OWN else turns)
 
 

@@ -174,7 +174,7 @@ def _grow(plan: LoadPlan, fitted: Sequence[tuple[Any, AbstractModule]]) -> None:
     grown = [(layer, abstract) for layer, abstract in plan.grown if id(layer) not in tried]
     grown += fitted
     for layer, abstract in [*grown, *plan.sized]:  # what is new in one depends on the others' draws
-        lifecycle.note_draws(layer, abstract, roots=plan.model, strict=False)
+        lifecycle.note_draws(layer, abstract, roots=plan.model, strict=plan.keeps_random_values)
     for layer, abstract in grown:
         structure.conform(layer, abstract)
     for layer, abstract in fitted:
@@ -256,7 +256,7 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
         if id(n) not in sized and _graph.has_uninitialized_params(n)
     ]
     for layer, abstract in plan.sized:
-        lifecycle.note_draws(layer, abstract, roots=plan.model, strict=False)
+        lifecycle.note_draws(layer, abstract, roots=plan.model, strict=plan.keeps_random_values)
     for layer, abstract in plan.sized:
         structure.renew_random_state(layer, abstract)
         lifecycle.renew_metadata_of(layer, abstract)
@@ -265,7 +265,7 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
         lifecycle.settle(layer, abstract, strict=False)
     written = {id(write.place.owner) for write in plan.writes.values()}
     for _, layer, stacked in waiting:
-        lifecycle.note_draws_of_slots(layer, stacked, plan.model)
+        lifecycle.note_draws_of_slots(layer, stacked, plan.model, strict=plan.keeps_random_values)
     for path, layer, stacked in waiting:
         try:
             if STATE in vars(layer):
