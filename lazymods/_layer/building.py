@@ -9,6 +9,7 @@ from typing import Any
 from flax import nnx
 
 from lazymods import _compat
+from lazymods._errors import ConfigurationError, Problem
 from lazymods._graph import STATE, Path, dotted
 from lazymods._initial import draws as _draws
 from lazymods._initial.pending import PartialShape, PendingInit, StaticKeys, key_source, leaves_of
@@ -138,6 +139,13 @@ class LayerBuilder:
         state.unchecked = not checked
 
 
+def not_kept(name: str, path: Path) -> ConfigurationError:
+    """Make the error for rngs that a layer would hold at the sizes that it has: it was built without them."""
+    needed = "the rngs themselves at all sizes, or at none: while the sizes are not known nothing keeps them"
+    write = f"self.{dotted(path)} = rngs.fork(), in the constructor"
+    return ConfigurationError(Problem(f"{dotted(path)} of {name}", "rngs, held at these sizes only", needed, write))
+
+
 def _given(description: Any, path: Path) -> Iterator[tuple[Path, Given]]:
     if isinstance(description, Given):
         yield path, description
@@ -174,6 +182,8 @@ class ModuleBuilder:
         if isinstance(description, Static):
             return description.fresh()
         if isinstance(description, Given):
+            if description.argument not in self.given:
+                raise not_kept(self.layer_builder.spec.name, path)
             return self.given[description.argument]
         if isinstance(description, Container):
             return description.of([self.make(d, (*path, k)) for k, d in description.items])

@@ -220,7 +220,9 @@ def _construct(layer: Any, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str,
     else:
         layer_builder, _ = _remembered_mould(key, rngs is None, Ignored((name, twin, args, given, kwargs, described)))
     streams = streams or []
-    kept = {**modules, "rngs": rngs, **{f"rngs.{s.name}": s.stream for s in streams}}
+    kept = {**modules, "rngs": rngs}
+    for s in streams:
+        kept |= {f"rngs.{s.name}": s.stream, f"rngs.{s.name}.key": s.stream.key, f"rngs.{s.name}.count": s.stream.count}
     keys = [array for s in streams for array in (s.key, s.count)]
     checked = "_lazymods_plan" in vars(type(layer)) and _compat.is_pytree(type(layer))
     by_name = {s.name: s.stream for s in streams}

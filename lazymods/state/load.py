@@ -23,6 +23,7 @@ from lazymods._graph import MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run
 from lazymods._layer import held, lifecycle, structure
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
+from lazymods._layer.drawing import note_draws
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
 from lazymods._memory import Incoming, transfer
@@ -174,7 +175,7 @@ def _grow(plan: LoadPlan, fitted: Sequence[tuple[Any, AbstractModule]]) -> None:
     grown = [(layer, abstract) for layer, abstract in plan.grown if id(layer) not in tried]
     grown += fitted
     for layer, abstract in [*grown, *plan.sized]:  # what is new in one depends on the others' draws
-        lifecycle.note_draws(layer, abstract, roots=plan.model, strict=plan.keeps_random_values)
+        note_draws(layer, abstract, roots=plan.model, strict=plan.keeps_random_values)
     for layer, abstract in grown:
         structure.conform(layer, abstract)
     for layer, abstract in fitted:
@@ -256,7 +257,7 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
         if id(n) not in sized and _graph.has_uninitialized_params(n)
     ]
     for layer, abstract in plan.sized:
-        lifecycle.note_draws(layer, abstract, roots=plan.model, strict=plan.keeps_random_values)
+        note_draws(layer, abstract, roots=plan.model, strict=plan.keeps_random_values)
     for layer, abstract in plan.sized:
         structure.renew_random_state(layer, abstract)
         lifecycle.renew_metadata_of(layer, abstract)
