@@ -10,6 +10,7 @@ optimizers that hold it stay right. Everything that would need a value or an unk
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, NoReturn
@@ -37,6 +38,7 @@ from lazymods._initial.pending import InitSource, PartialShape, PendingInit
 from lazymods._initial.stacking import Shape
 
 SIZE_LINE = "model(x), or lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype)), first"
+_LINEN_LINE = "bridge.to_linen(make), of a function make(rngs) that returns the model after lm.materialize(model, spec)"
 
 
 class _PlaceholderType(type(nnx.Variable)):  # type: ignore[misc]
@@ -343,17 +345,20 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         owner = self.pending.source.owner()
         return f"{type(self).__name__} of {owner}" if owner else type(self).__name__
 
-    def _problem(self, wanted: str) -> Problem:
+    def _problem(self, wanted: str, write: str = SIZE_LINE) -> Problem:
         known = "" if self.pending.shape is None else f" of shape {show_shape(self.pending.shape)}"
         return Problem(
             where=self.whereabouts(),
             got=f"a use of {wanted}, while it is an uninitialized parameter{known}",
             needed="its sizes, which follow from the first input, from a shape spec or from a checkpoint",
-            write=SIZE_LINE,
+            write=write,
         )
 
     def _refuse(self, wanted: str) -> NoReturn:
-        raise UninitializedError(self._problem(wanted))
+        frame = sys._getframe()  # noqa: SLF001  Python's own
+        while frame is not None and not frame.f_globals.get("__name__", "").startswith("flax.nnx.bridge"):
+            frame = frame.f_back
+        raise UninitializedError(self._problem(wanted, SIZE_LINE if frame is None else _LINEN_LINE))
 
     # ------------------------------------------------------------ showing, copying, pickling
 

@@ -227,6 +227,7 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
             line = "strict=False to leave it out"
             if origin.is_flax_file and name.rpartition(".")[2] in TORCH_LEAVES:
                 line = 'layout="torch", if PyTorch wrote the file'
+            line = _sizes_line(plan, name) or line
             problems.append(
                 Problem(name, f"{got} that the model has no parameter for", "only entries of the model", line)
             )
@@ -240,6 +241,19 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
         error = StateDictError(*problems, heading=heading)
         error.missing, error.unexpected, error.mismatched = result
         raise error
+
+
+def _sizes_line(plan: LoadPlan, name: str) -> str | None:
+    """Say what to write if an entry may be of a lazy layer that does not know how many sizes it has."""
+    for path, layer in plan.lazy:
+        spec = vars(layer)[STATE].spec
+        if spec is None or not name.startswith(prefix_of(path)):
+            continue
+        several = [n for n in spec.left_out if isinstance(spec.default_of(n), (tuple, list))]
+        if several or spec.guesses:
+            sizes = ", ".join(f"{n}=..." for n in several or spec.unknown)
+            return f"{spec.name}({sizes}), with the sizes of the file, or model(x) before the load"
+    return None
 
 
 def _heading(model: Any, origin: Origin) -> str:
