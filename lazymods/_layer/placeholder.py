@@ -10,7 +10,6 @@ optimizers that hold it stay right. Everything that would need a value or an unk
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, NoReturn
@@ -355,10 +354,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         )
 
     def _refuse(self, wanted: str) -> NoReturn:
-        frame = sys._getframe()  # noqa: SLF001  Python's own
-        while frame is not None and not frame.f_globals.get("__name__", "").startswith("flax.nnx.bridge"):
-            frame = frame.f_back
-        raise UninitializedError(self._problem(wanted, SIZE_LINE if frame is None else _LINEN_LINE))
+        in_linen = _graph.is_called_from("flax.nnx.bridge")
+        raise UninitializedError(self._problem(wanted, _LINEN_LINE if in_linen else SIZE_LINE))
 
     # ------------------------------------------------------------ showing, copying, pickling
 
