@@ -279,6 +279,14 @@ def holders(target: Any) -> Iterator[tuple[Path, Any]]:
         frame = frame.f_back
 
 
+def is_called_from(package: str) -> bool:
+    """Whether any of the callers is in a package."""
+    frame = sys._getframe(1)  # noqa: SLF001
+    while frame is not None and not f"{frame.f_globals.get('__name__', '')}.".startswith(f"{package}."):
+        frame = frame.f_back
+    return frame is not None
+
+
 def _path_to(target: Any, model: Any) -> Path:
     if isinstance(target, nnx.Variable):
         pending = target.get_raw_value()

@@ -113,7 +113,8 @@ def new_object(cls: type, data: Mapping[str, Any] | None = None, static: Mapping
     object.__setattr__(node, NODES, getattr(cls, NODES))
     if data is not None and static is not None:
         vars(node).update(static, **data)
-        set_data_names(node, data_names(node) | dict.fromkeys(static, False) | dict.fromkeys(data, True))
+        names = data_names(node) | dict.fromkeys(static, False) | dict.fromkeys(data, True)
+        set_data_names(node, names | {NODES: False})  # as when a constructor returns
     return node
 
 

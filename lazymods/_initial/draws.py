@@ -105,11 +105,11 @@ def are_off(turns: Turns | None) -> bool:
     return any(turn is not None and turn.off() for turn in turns or ())
 
 
-def use(turns: Turns | None) -> None:
-    """Note that a layer's keys have been used."""
+def use(turns: Turns | None, *, is_sure: bool = True) -> None:
+    """Note that a layer's keys have been used; if not sure, as it was thought to draw, which it then has to."""
     for turn in turns or ():
         if turn is not None:
-            turn.ledger.use(turn.number)
+            turn.ledger.use(turn.number if is_sure or turn.draws is None else turn.number + 1)
 
 
 def settle(

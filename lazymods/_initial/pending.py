@@ -34,6 +34,10 @@ class InitFunction(Protocol):
         """Return the initial value, of ``shape``, and of ``dtype`` if its maker does not say otherwise."""
         ...
 
+    def has_all_sizes(self, shape: Shape) -> bool:
+        """Whether a shape tells all that the keys follow from."""
+        ...
+
     def owner(self) -> str:
         """Name what the parameter belongs to, or ''."""
         ...
@@ -58,6 +62,10 @@ class InitSource:
         value = self.init(keys[0] if keys else None, shape, dtype) if made is None else made
         other = isinstance(value, jax.Array) and asked is not None and (value.dtype != asked or value.weak_type)
         return value.astype(asked) if other else value
+
+    def has_all_sizes(self, shape: Shape) -> bool:
+        """A parameter made by hand has one key, whatever its shape."""
+        return True
 
     def owner(self) -> str:
         """A parameter made by hand belongs to nobody that it knows."""

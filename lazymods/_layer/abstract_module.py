@@ -20,23 +20,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.core import ShapedArray, Tracer
-from jax.extend.core import Primitive
+from jax.core import Tracer
 
 from lazymods import _compat, _graph
 from lazymods._errors import ConfigurationError, Problem, describe
 from lazymods._graph import dotted
-from lazymods._initial.keys import is_key
 from lazymods._initial.stacking import Shape
 from lazymods._layer.arguments import as_call
+from lazymods._layer.counters import moved
+from lazymods._layer.recorded import RecordedInit, RecordedStream, fold_p, init_p, is_initializer
 from lazymods._objects.within import RUNNING, holds_tracer
 
 Path = tuple[Any, ...]
-
-init_p = Primitive("lazy_init")
-init_p.def_abstract_eval(lambda key, *, call, shape, dtype: ShapedArray(shape, dtype))
-fold_p = Primitive("lazy_fold")
-fold_p.def_abstract_eval(lambda key, count: ShapedArray(key.shape, key.dtype))
 
 
 # ---------------------------------------------------------------- descriptions
@@ -134,7 +129,7 @@ class Container:
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """An object that the caller handed to the constructor: the argument's name, or ``rngs.stream``."""
+    """What the caller handed to the constructor: an argument's name, or ``rngs.stream``, ``rngs.stream.key``."""
 
     argument: str
 
@@ -267,75 +262,6 @@ def _run_equation(equation: Any, inputs: list[Any], shape: Shape | None) -> Sequ
 # ---------------------------------------------------------------- tracing
 
 
-class RecordedStream(nnx.RngStream):
-    """A stream of random keys that records its draws instead of folding a key for each.
-
-    Only where the constructor itself draws: a copy of it inside a nested transform folds keys as usual.
-    """
-
-    root: Any
-    draws: int
-
-    @classmethod
-    def make(cls, key: Any, count: Any, *, tag: str, root: Any) -> RecordedStream:
-        """Make a stream; without a constructor, for Flax checks what those set, at length."""
-        data = {"key": nnx.RngKey(key, tag=tag), "count": nnx.RngCount(count, tag=tag)}
-        return _compat.new_object(cls, data, {"tag": tag, "root": root, "draws": 0})
-
-    def __call__(self) -> Any:
-        """Record a draw."""
-        key, count = self.key.get_value(), self.count.get_value()
-        if self.root() is not _compat.current_trace() or key.shape != ():
-            return super().__call__()
-        object.__setattr__(self, "draws", self.draws + 1)
-        self.count.set_raw_value(jax.lax.add(count, np.uint32(1)))
-        return fold_p.bind(key, count)
-
-    def fork(self, *, split: int | tuple[int, ...] | None = None) -> nnx.RngStream:
-        """Return an ordinary stream that starts from the next key."""
-        key = self()
-        return nnx.RngStream(key if split is None else jax.random.split(key, split), tag=self.tag)
-
-    def split(self, k: int | tuple[int, ...]) -> nnx.RngStream:
-        """Return an ordinary stream of ``k`` keys."""
-        return nnx.RngStream(jax.random.split(self(), k), tag=self.tag)
-
-
-class RecordedInit:
-    """Stands for an initializer during a trace: records the call."""
-
-    def __init__(self, call: Callable[..., Any], root: Any) -> None:
-        self.call, self.root = call, root
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Record ``init(key, shape, dtype)``; run any other call, or one in a nested trace, as it is."""
-        plain = (
-            not kwargs
-            and 2 <= len(args) <= 3
-            and isinstance(args[0], jax.Array)
-            and is_key(args[0])
-            and _is_shape(args[1])
-        )
-        if not plain or self.root() is not _compat.current_trace():
-            return self.call(*args, **kwargs)
-        dtype = args[2] if len(args) == 3 else jnp.float32
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-        return init_p.bind(args[0], call=self.call, shape=tuple(map(int, args[1])), dtype=dtype)
-
-
-def _is_shape(x: Any) -> bool:
-    return isinstance(x, (tuple, list)) and all(isinstance(d, (int, np.integer)) for d in x)
-
-
-def is_initializer(name: str, value: Any) -> bool:
-    """Whether a constructor's argument is an initializer that may be recorded.
-
-    One that is wrapped (``nnx.with_metadata``, ``nnx.with_partitioning``) returns more than an array: it is
-    traced as it is.
-    """
-    return "init" in name and callable(value) and not isinstance(value, type) and not hasattr(value, "__wrapped__")
-
-
 def trace(
     cls: type,
     arguments: Mapping[str, Any],
@@ -361,7 +287,7 @@ def trace(
     Raises:
         Exception: Whatever the constructor raises.
     """
-    found: list[tuple[Node, dict[Path, Slot], dict[str, int]]] = []
+    found: list[tuple[Node, dict[Path, Slot], int]] = []
 
     def build(*leaves: Any) -> list[Any]:
         root = _compat.weak(_compat.current_trace())
@@ -376,18 +302,47 @@ def trace(
             known = {id(v): k for k, v in prepared.items()}
             if rngs_name is not None:
                 call[rngs_name] = rngs = _make_rngs(mirrors)
-                known |= {id(rngs): rngs_name} | {id(m): f"{rngs_name}.{name}" for name, m in mirrors.items()}
+                known |= {id(rngs): "rngs"}
+                for name, stream in mirrors.items():
+                    known |= {id(stream): f"rngs.{name}"}
+                    known |= {id(stream.key): f"rngs.{name}.key", id(stream.count): f"rngs.{name}.count"}
             with nnx.use_eager_sharding(_compat.NOT_GIVEN):  # nothing is sharded, whatever a mesh may be set
                 in_order, by_name = as_call(cls, call)
                 twin = cls(*in_order, **by_name)
             reader = _Reader(cls.__name__, known, outputs)
-            found.append((reader.describe(twin, ()), reader.slots, {n: s.draws for n, s in mirrors.items()}))
+            found.append((reader.describe(twin, ()), reader.slots, len(outputs)))
+            outputs += [v.get_raw_value() for s in mirrors.values() for v in (s.key, s.count)]
         return outputs
 
     avals = [aval for key, count, _ in streams.values() for aval in (key, count)]
     program = jax.make_jaxpr(build)(*avals)
-    pairs = zip(found, readings, strict=True)
-    return [AbstractModule(node, slots, program, draws, values) for (node, slots, draws), (values, _) in pairs]
+    draws = _draws(cls.__name__, program.jaxpr, list(streams), [start for _, _, start in found])
+    triples = zip(found, draws, readings, strict=True)
+    return [AbstractModule(node, slots, program, drawn, values) for (node, slots, _), drawn, (values, _) in triples]
+
+
+def _draws(name: str, jaxpr: Any, streams: Sequence[str], starts: Sequence[int]) -> list[dict[str, int]]:
+    """Return how often each run of a constructor draws from each stream, by where its key and counter end up.
+
+    Args:
+        name: The class.
+        jaxpr: The program.
+        streams: The names of the streams.
+        starts: For each run, which of the outputs is the key of the first stream; its counter comes next.
+
+    Raises:
+        ConfigurationError: If a constructor does anything else to a stream.
+    """
+    count = 2 * len(streams)
+    more = moved(jaxpr, [(jaxpr.invars[i], jaxpr.outvars[start + i]) for start in starts for i in range(count)])
+    runs = [more[i : i + count] for i in range(0, len(more), count)] if count else [[] for _ in starts]
+    for key, drawn in [pair for run in runs for pair in zip(run[::2], run[1::2], strict=True)]:
+        if key != 0 or drawn is None or drawn < 0:
+            got = "a constructor that sets the key or the counter of its rngs"
+            needed = "keys that it draws: what comes after it goes on with the stream from there"
+            write = "rngs = nnx.clone(rngs) in the constructor, before they are set"
+            raise ConfigurationError(Problem(name, got, needed, write))
+    return [dict(zip(streams, [n or 0 for n in run[1::2]], strict=True)) for run in runs]
 
 
 def _make_rngs(mirrors: Mapping[str, RecordedStream]) -> nnx.Rngs | RecordedStream:
@@ -476,15 +431,16 @@ class _Reader:
         return slot
 
     def _node(self, node: Any, path: Path) -> Node:
-        attributes = {}
-        for name, value in vars(node).items():
-            if name not in (_compat.STATE, _compat.NODES):
-                attributes[name] = self.describe(value, (*path, name))
-        names = _compat.data_names(node)
+        cls, names = type(node), _compat.data_names(node)
+        if cls is RecordedStream:  # a copy of one that was given
+            cls = nnx.RngStream
+            del names["root"]
+        left_out = (_compat.STATE, _compat.NODES, "root" if cls is not type(node) else _compat.STATE)
+        attributes = {n: self.describe(v, (*path, n)) for n, v in vars(node).items() if n not in left_out}
         arrays = {n for n, d in attributes.items() if isinstance(d, Slot) and d.cls is None}
-        for name in arrays - _compat.declared_names(type(node)):
+        for name in arrays - _compat.declared_names(cls):
             names[name] = True  # of an array that is traced Flax says that it is no data (0.12.8 and 0.12.12)
-        return Node(type(node), attributes, names)
+        return Node(cls, attributes, names)
 
 
 _OF_CLASSES = (_graph.MAPPING, _graph.SEQUENCE, _graph.PYTREE)  # named tuples, nnx.State, flax.struct dataclasses

@@ -9,6 +9,7 @@ from typing import Any
 from flax import nnx
 
 from lazymods import _compat
+from lazymods._errors import ConfigurationError, Problem
 from lazymods._graph import STATE, Path, dotted
 from lazymods._initial import draws as _draws
 from lazymods._initial.pending import PartialShape, PendingInit, StaticKeys, key_source, leaves_of
@@ -82,10 +83,13 @@ class LayerBuilder:
     Args:
         spec: Their spec.
         formulas: The formulas of the spec.
+        shapes: The partial shape of each slot while it is empty.
     """
 
-    def __init__(self, spec: LayerConfig, formulas: ShapeFormulas) -> None:
-        self.spec, self.formulas = spec, formulas
+    def __init__(
+        self, spec: LayerConfig, formulas: ShapeFormulas, shapes: Mapping[Path, PartialShape | None]
+    ) -> None:
+        self.spec, self.formulas, self.shapes = spec, formulas, shapes
         root = formulas.abstract.root
         attributes = [(n, d) for n, d in root.attributes.items() if (n,) not in formulas.pending]
         self.attributes = [(n, d, isinstance(d, Static) and not d.mutable) for n, d in attributes]
@@ -100,8 +104,7 @@ class LayerBuilder:
         """The class of a slot's placeholder, and the static part of its pending init."""
         if slot.path not in self._placeholders:
             cls = UninitializedArray if slot.cls is None else placeholder_type(slot.cls)
-            # with a guessed structure not even the rank is sure
-            shape = None if self.spec.guesses else self.formulas.shapes[slot.path]
+            shape = self.shapes[slot.path]
             source = ConstructorInit(self.spec, slot.path)
             self._placeholders[slot.path] = cls, (source, shape, slot.dtype, dotted(slot.path))
         return self._placeholders[slot.path]
@@ -134,6 +137,13 @@ class LayerBuilder:
         held.pop(STATE, None)  # so that it comes last, see LazyState.spares
         held[STATE] = state = LazyState(self.spec, self.given, static, turns)
         state.unchecked = not checked
+
+
+def not_kept(name: str, path: Path) -> ConfigurationError:
+    """Make the error for rngs that a layer would hold at the sizes that it has: it was built without them."""
+    needed = "the rngs themselves at all sizes, or at none: while the sizes are not known nothing keeps them"
+    write = f"self.{dotted(path)} = rngs.fork(), in the constructor"
+    return ConfigurationError(Problem(f"{dotted(path)} of {name}", "rngs, held at these sizes only", needed, write))
 
 
 def _given(description: Any, path: Path) -> Iterator[tuple[Path, Given]]:
@@ -172,6 +182,8 @@ class ModuleBuilder:
         if isinstance(description, Static):
             return description.fresh()
         if isinstance(description, Given):
+            if description.argument not in self.given:
+                raise not_kept(self.layer_builder.spec.name, path)
             return self.given[description.argument]
         if isinstance(description, Container):
             return description.of([self.make(d, (*path, k)) for k, d in description.items])

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lazymods import _compat
-from lazymods._errors import Problem, UninitializedError, check_pickles
+from lazymods._errors import Problem, ShapeInferenceError, UninitializedError, check_pickles
 from lazymods._graph import dotted
 from lazymods._initial import asking
 from lazymods._initial.stacking import Shape
@@ -375,7 +375,12 @@ class ConstructorInit:
     path: Path
 
     def make(self, keys: Sequence[Any], shape: Shape, dtype: Any) -> Any:
-        """Compute the slot's value at the sizes that its shape tells (probe sizes for those it does not)."""
+        """Compute the slot's value at the sizes that its shape tells (probe sizes for those it does not).
+
+        Raises:
+            ShapeInferenceError: If the sizes do not follow from this shape alone.
+            UninitializedError: If they follow from a module that the layer was given.
+        """
         if self.spec.modules:
             raise UninitializedError(
                 Problem(
@@ -385,12 +390,25 @@ class ConstructorInit:
                     SIZE_LINE,
                 )
             )
-        formulas = self.spec.formulas
-        sizes, _ = self.spec.solve(formulas, {self.path: shape})
+        sizes = self._sizes(shape)
         rest = {n: common_multiple(self.spec.arguments) * PRIMES[i] for i, n in enumerate(self.spec.size_names)}
         abstract = self.spec.abstract(self.spec.values(rest | sizes), {})
         slot = abstract.slots[self.path]
+        if slot.shape != shape:
+            known = ", ".join(f"{n}={self.spec.default_of(n)!r}" for n in self.spec.left_out)
+            needed = f"sizes of {self.spec.cls.__name__} that follow from this shape alone"
+            needed += f"; it makes {slot.shape} with {known}" if known else ""
+            where = f"{dotted(self.path)} of {self.spec.name}"
+            raise ShapeInferenceError(Problem(where, f"shape {shape}", needed, SIZE_LINE))
         return slot.as_asked(abstract.run([slot], keys)[0], dtype)
+
+    def _sizes(self, shape: Shape) -> Sizes:
+        return self.spec.solve(self.spec.formulas, {self.path: shape})[0]
+
+    def has_all_sizes(self, shape: Shape) -> bool:
+        """Whether the sizes follow from the shape of this slot alone: then so do its keys, whatever is decided."""
+        spec = self.spec
+        return not spec.left_out and not spec.modules and self._sizes(shape).keys() >= set(spec.size_names)
 
     def returned(self, shape: Shape, dtype: Any) -> Any:
         """Return what its initializer makes in place of a JAX array of the dtype that the placeholder has, or None."""

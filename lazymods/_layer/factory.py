@@ -37,6 +37,7 @@ from lazymods._layer.arguments import Ignored, UnhashableError, constructor_para
 from lazymods._layer.building import LayerBuilder, LazyState
 from lazymods._layer.class_spec import Infer, LazyClassSpec
 from lazymods._layer.config import REFUSALS, LayerConfig, context
+from lazymods._layer.defaults import placeholder_shapes
 from lazymods._layer.mixin import LazyModuleMixin
 
 
@@ -73,9 +74,10 @@ def lazy(cls: type[M], *, infer: Infer) -> LazyClass[M]:
             values.
         infer: ``infer(config, *args, **kwargs)`` gets the constructor's bound arguments, defaults included, as a
             read-only mapping, and the first call's arguments, with a ``jax.ShapeDtypeStruct`` for every array. It
-            returns the required constructor arguments that were not given, as a dict of ints (or tuples of ints), or
-            None for what the class takes it for. One that has a default may be among them, and wins over that, unless
-            the caller gave it. A load wins over it in the same way.
+            returns a dict of the required constructor arguments that were not given, each an int or a tuple of ints,
+            or None where the class takes that: ``{"in_features": x.shape[-1], "cond_features": None}``. An argument
+            that has a default may be among them, and wins over that, unless the caller gave it. A load wins over it in
+            the same way. So what follows from a default counts as unknown until then.
 
     Returns:
         A class. Its constructor takes the arguments of ``cls`` by keyword, without those that are to be inferred.
@@ -219,7 +221,9 @@ def _construct(layer: Any, twin: _Twin, args: tuple[Any, ...], kwargs: dict[str,
     else:
         layer_builder, _ = _remembered_mould(key, rngs is None, Ignored((name, twin, args, given, kwargs, described)))
     streams = streams or []
-    kept = {**modules, "rngs": rngs, **{f"rngs.{s.name}": s.stream for s in streams}}
+    kept = {**modules, "rngs": rngs}
+    for s in streams:
+        kept |= {f"rngs.{s.name}": s.stream, f"rngs.{s.name}.key": s.stream.key, f"rngs.{s.name}.count": s.stream.count}
     keys = [array for s in streams for array in (s.key, s.count)]
     checked = "_lazymods_plan" in vars(type(layer)) and _compat.is_pytree(type(layer))
     by_name = {s.name: s.stream for s in streams}
@@ -290,7 +294,8 @@ def _layer_builder(
             name, plan.cls, plain, unknown, options, *rest, plan.scales, left_out if plan.decides else ()
         )
 
-    return LayerBuilder(*_first_that_reads(plan, specify, structures, modules)), modules
+    spec, formulas = _first_that_reads(plan, specify, structures, modules)
+    return LayerBuilder(spec, formulas, placeholder_shapes(spec, formulas, modules)), modules
 
 
 def _configured(plan: LazyClassSpec, arguments: Mapping[str, Any], given: set[str]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from lazymods._initial import draws
 from lazymods._initial.stacking import Stackings
 from lazymods._layer.abstract_module import AbstractModule, Slot
 from lazymods._layer.config import ConstructorInit, LayerConfig
+from lazymods._layer.drawing import note_draws
 from lazymods._layer.formulas import ShapeFormulas
 from lazymods._layer.held import check_held, shape_of, stackings
 from lazymods._layer.merging import has_other_metadata, merge, put, renew_metadata
@@ -276,33 +277,6 @@ def _taken(abstract: AbstractModule, own: Mapping[Path, Any]) -> dict[Path, Any]
 # ---------------------------------------------------------------- settling
 
 
-def note_draws(layer: Any, abstract: AbstractModule, *, roots: Any = (), strict: bool = True) -> None:
-    """Note how often the constructor of a layer draws at the sizes now known: what comes after it follows from that.
-
-    Args:
-        layer: A lazy layer.
-        abstract: The constructor at these sizes.
-        roots: The model that it is in, where what was forked from its streams gets another key; if it is not known,
-            what the callers have.
-        strict: Whether it is refused that others have used keys as if it drew otherwise. A load asks for no keys.
-
-    Raises:
-        ConfigurationError: If it is refused.
-    """
-    state = vars(layer)[STATE]
-    if state.turns is not None and _graph.LOCAL.session is None:
-        names = [name for name, _, _ in state.spec.streams]
-
-        def streams() -> list[Any]:
-            found = roots or [holder for _, holder in _graph.holders(layer)]
-            own = {id(node) for _, node in _graph.nodes(layer)}  # drawn by itself
-            return [n for _, n in _graph.nodes(found) if isinstance(n, nnx.RngStream) and id(n) not in own]
-
-        where = functools.partial(_graph.place, layer, type(layer).__name__) if strict else None
-        with _compat.at_trace(_compat.eval_trace()):
-            draws.settle(state.turns, abstract.draws, names, streams, where)
-
-
 def settle(
     layer: Any, abstract: AbstractModule | None, *, keep_class: bool = False, strict: bool = True
 ) -> None:
@@ -437,13 +411,17 @@ def settle_if_filled(
     return True
 
 
-def note_draws_of_slots(layer: Any, stacked: Stackings, model: Any) -> None:
+def note_draws_of_slots(layer: Any, stacked: Stackings, model: Any, *, strict: bool) -> None:
     """Do what :func:`note_draws` does, if the sizes follow from the slots that are filled, before others use keys.
 
     Args:
         layer: A lazy layer, or one that was.
         stacked: As for :func:`settle_if_filled`.
         model: The model that it is in.
+        strict: As for :func:`note_draws`.
+
+    Raises:
+        ConfigurationError: As :func:`note_draws`.
     """
     state = vars(layer).get(STATE)
     if state is None or state.turns is None or state.spec.modules:
@@ -451,7 +429,7 @@ def note_draws_of_slots(layer: Any, stacked: Stackings, model: Any) -> None:
     with contextlib.suppress(ShapeInferenceError):  # said when it is the layer's turn
         values = values_from_slots(layer, stacked)
         if values is not None:
-            note_draws(layer, state.spec.abstract(values, {}), roots=model, strict=False)
+            note_draws(layer, state.spec.abstract(values, {}), roots=model, strict=strict)
             renew_random_state(layer, state.spec.abstract(values, {}))
 
 

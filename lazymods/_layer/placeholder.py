@@ -37,6 +37,7 @@ from lazymods._initial.pending import InitSource, PartialShape, PendingInit
 from lazymods._initial.stacking import Shape
 
 SIZE_LINE = "model(x), or lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype)), first"
+_LINEN_LINE = "bridge.to_linen(make), of a function make(rngs) that returns the model after lm.materialize(model, spec)"
 
 
 class _PlaceholderType(type(nnx.Variable)):  # type: ignore[misc]
@@ -197,7 +198,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
 
     def _initial_value(self, shape: Shape) -> Any:
         if not _graph.LOCAL.session:
-            draws.use(self.pending.turns)
+            pending, part = self.pending, self.pending.stacking.part(shape)
+            draws.use(pending.turns, is_sure=part is None or pending.source.has_all_sizes(part))
         try:
             return self.pending.make(shape)
         except ValueError as error:
@@ -342,17 +344,18 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         owner = self.pending.source.owner()
         return f"{type(self).__name__} of {owner}" if owner else type(self).__name__
 
-    def _problem(self, wanted: str) -> Problem:
+    def _problem(self, wanted: str, write: str = SIZE_LINE) -> Problem:
         known = "" if self.pending.shape is None else f" of shape {show_shape(self.pending.shape)}"
         return Problem(
             where=self.whereabouts(),
             got=f"a use of {wanted}, while it is an uninitialized parameter{known}",
             needed="its sizes, which follow from the first input, from a shape spec or from a checkpoint",
-            write=SIZE_LINE,
+            write=write,
         )
 
     def _refuse(self, wanted: str) -> NoReturn:
-        raise UninitializedError(self._problem(wanted))
+        in_linen = _graph.is_called_from("flax.nnx.bridge")
+        raise UninitializedError(self._problem(wanted, _LINEN_LINE if in_linen else SIZE_LINE))
 
     # ------------------------------------------------------------ showing, copying, pickling
 

@@ -17,10 +17,11 @@ from lazymods import _compat, _graph
 from lazymods._errors import Problem, ShapeInferenceError
 from lazymods._graph import STATE, Path
 from lazymods._initial import draws
+from lazymods._initial.keys import is_key
 from lazymods._initial.pending import StaticKeys
 from lazymods._initial.stacking import Stacking
-from lazymods._layer.abstract_module import AbstractModule, Container, Held, Node, Slot, Static
-from lazymods._layer.building import LayerBuilder, ModuleBuilder
+from lazymods._layer.abstract_module import AbstractModule, Container, Given, Held, Node, Slot, Static
+from lazymods._layer.building import LayerBuilder, ModuleBuilder, not_kept
 from lazymods._layer.config import LayerConfig
 from lazymods._layer.formulas import ShapeFormulas, same_static, same_structure, static_at
 from lazymods._layer.held import stackings
@@ -33,6 +34,9 @@ def conform(layer: Any, abstract: AbstractModule) -> None:
     A constructor may decide by a size what it holds. Slots that are not there any more go; new ones come as
     placeholders; what is one object at these sizes becomes one. Arrays of numpy that had to wait for the sizes come
     as they are, for a load to write into.
+
+    Raises:
+        ConfigurationError: If it holds its rngs at these sizes only.
     """
     spec = vars(layer)[STATE].spec
     builder = _builder(layer, abstract)
@@ -55,31 +59,35 @@ def set_shapes(layer: Any, abstract: AbstractModule) -> None:
 
 
 def renew_random_state(layer: Any, abstract: AbstractModule) -> None:
-    """Give streams of random keys inside a layer, of a Dropout, say, the keys that they get at the sizes now known.
+    """Give random streams inside a layer, of a Dropout, say, what keys and counters they get at the sizes now known.
 
-    They were forked when the layer was built, from keys that depend on how often was drawn before: by the constructor
-    itself, and by those of other layers. Random state that is another by now, as by a load, stays.
+    They were forked or copied when the layer was built, from keys and counters that depend on how often was drawn
+    before: by the constructor itself, and by those of other layers. Random state that is another by now, as by a load,
+    stays.
     """
     state = vars(layer)[STATE]
     known = None if state.turns is None or state.spec.modules else state.spec.formulas.abstract
-    if known is None or (abstract.draws == known.draws and not draws.are_off(state.turns)):
+    if known is None or (abstract is known and not draws.are_off(state.turns)):
         return
     before = after = None
     for path, slot in abstract.slots.items():
+        if not (slot.cls and issubclass(slot.cls, nnx.RngState) and path in known.slots):
+            continue
         variable = _graph.at(layer, path)
-        if not (slot.cls and issubclass(slot.cls, nnx.RngKey) and path in known.slots and type(variable) is slot.cls):
+        if type(variable) is not slot.cls:
             continue
         before = before or _builder(layer, known, None)
         after = after or _builder(layer, abstract)
         old, new = (b.make(d.slots[path], path).get_raw_value() for b, d in ((before, known), (after, abstract)))
-        if _same_keys(variable.get_raw_value(), old):
+        if _same_state(variable.get_raw_value(), old):
             _compat.SET_RAW(variable, new)
 
 
-def _same_keys(now: Any, before: Any) -> bool:
+def _same_state(now: Any, before: Any) -> bool:
     if not _compat.are_concrete([now, before]):
         return True  # in a transform; nothing was loaded there
-    return now.shape == before.shape and bool(jnp.all(jax.random.key_data(now) == jax.random.key_data(before)))
+    now, before = (jax.random.key_data(v) if is_key(v) else v for v in (now, before))
+    return now.shape == before.shape and bool(jnp.all(now == before))
 
 
 _OWN: Any = object()
@@ -92,7 +100,7 @@ def _builder(layer: Any, abstract: AbstractModule, turns: Any = _OWN) -> ModuleB
     if keys is None:
         keys, stacking = _traced_keys(layer)
     shapes = {p: s.shape for p, s in abstract.slots.items()}
-    layer_builder = LayerBuilder(state.spec, ShapeFormulas(abstract, {}, {}, shapes, frozenset()))
+    layer_builder = LayerBuilder(state.spec, ShapeFormulas(abstract, {}, {}, shapes, frozenset()), shapes)
     return ModuleBuilder(layer_builder, keys, {}, stacking, state.turns if turns is _OWN else turns)
 
 
@@ -145,8 +153,14 @@ def _conform_node(node: Any, actual: Node, pattern: Node, path: Path, builder: M
 
 
 def _conform(value: Any, description: Any, before: Any, path: Path, builder: ModuleBuilder) -> Any:
-    """Return what an attribute, or an item of a container, is at these sizes; MISSING if it has to wait."""
+    """Return what an attribute, or an item of a container, is at these sizes; MISSING if it has to wait.
+
+    Raises:
+        ConfigurationError: If it is what the layer was given and does not have.
+    """
     replaceable = value is _graph.MISSING or _is_own(value, before)  # else it was given: by a load, or by hand
+    if replaceable and _is_given(description) and not _is_given(before):
+        raise not_kept(builder.layer_builder.spec.name, path)
     met = id(description) in builder.made
     alike = _are_alike(description, before)
     if not met and alike and isinstance(description, Node) and isinstance(value, nnx.Pytree):
@@ -179,6 +193,10 @@ def _are_alike(description: Any, before: Any) -> bool:
     """Whether an attribute is of one kind at the sizes and at the probes' sizes: an object, of one class."""
     both = type(before) is type(description)
     return both and (not isinstance(description, (Node, Container)) or description.cls is before.cls)
+
+
+def _is_given(description: Any) -> bool:
+    return isinstance(description, Given)
 
 
 def _is_there(value: Any, description: Static) -> bool:

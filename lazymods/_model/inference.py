@@ -18,6 +18,7 @@ from lazymods._graph import STATE, Path, dotted
 from lazymods._initial.keys import is_key
 from lazymods._initial.pending import PendingInit
 from lazymods._layer import first_call, lifecycle
+from lazymods._layer.drawing import note_draws
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedVariable
 from lazymods._model.abstract_call import AbstractCall, LayerCall
@@ -183,7 +184,7 @@ def _note_draws(session: AbstractCall) -> None:
     for visit in _waiting(session):
         state = vars(visit.layer)[STATE]
         if state.turns is not None and visit.values is not None and not state.spec.modules:
-            lifecycle.note_draws(visit.layer, state.spec.abstract(visit.values, {}), roots=session.roots)
+            note_draws(visit.layer, state.spec.abstract(visit.values, {}), roots=session.roots)
 
 
 def _plan(session: AbstractCall, calling: bool = True) -> lifecycle.PendingValues:

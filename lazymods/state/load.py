@@ -23,6 +23,7 @@ from lazymods._graph import MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run
 from lazymods._layer import first_call, held, lifecycle, structure
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
+from lazymods._layer.drawing import note_draws
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
 from lazymods._memory import Incoming, transfer
@@ -175,7 +176,7 @@ def _grow(plan: LoadPlan, fitted: Sequence[tuple[Any, AbstractModule]]) -> None:
     grown = [(layer, abstract) for layer, abstract in plan.grown if id(layer) not in tried]
     grown += fitted
     for layer, abstract in [*grown, *plan.sized]:  # what is new in one depends on the others' draws
-        lifecycle.note_draws(layer, abstract, roots=plan.model, strict=False)
+        note_draws(layer, abstract, roots=plan.model, strict=plan.keeps_random_values)
     for layer, abstract in grown:
         structure.conform(layer, abstract)
     for layer, abstract in fitted:
@@ -227,6 +228,7 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
             line = "strict=False to leave it out"
             if origin.is_flax_file and name.rpartition(".")[2] in TORCH_LEAVES:
                 line = 'layout="torch", if PyTorch wrote the file'
+            line = _sizes_line(plan, name) or line
             problems.append(
                 Problem(name, f"{got} that the model has no parameter for", "only entries of the model", line)
             )
@@ -240,6 +242,19 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
         error = StateDictError(*problems, heading=heading)
         error.missing, error.unexpected, error.mismatched = result
         raise error
+
+
+def _sizes_line(plan: LoadPlan, name: str) -> str | None:
+    """Say what to write if an entry may be of a lazy layer that does not know how many sizes it has."""
+    for path, layer in plan.lazy:
+        spec = vars(layer)[STATE].spec
+        if spec is None or not name.startswith(prefix_of(path)):
+            continue
+        several = [n for n in spec.left_out if isinstance(spec.default_of(n), (tuple, list))]
+        if several or spec.guesses:
+            sizes = ", ".join(f"{n}=..." for n in several or spec.unknown)
+            return f"{spec.name}({sizes}), with the sizes of the file, or model(x) before the load"
+    return None
 
 
 def _heading(model: Any, origin: Origin) -> str:
@@ -260,7 +275,7 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
     partly = {id(n) for _, n, _ in waiting if any(id(e.value) in written for e in _graph.entries(n))}
     carried = {id(n) for _, n in plan.lazy if id(n) in sized | partly and first_call.load_is_carried(n)}
     for layer, abstract in plan.sized:
-        lifecycle.note_draws(layer, abstract, roots=plan.model, strict=False)
+        note_draws(layer, abstract, roots=plan.model, strict=plan.keeps_random_values)
     for layer, abstract in plan.sized:
         structure.renew_random_state(layer, abstract)
         lifecycle.renew_metadata_of(layer, abstract)
@@ -268,7 +283,7 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
     for layer, abstract in plan.sized:
         lifecycle.settle(layer, abstract, keep_class=id(layer) in carried, strict=False)
     for _, layer, stacked in waiting:
-        lifecycle.note_draws_of_slots(layer, stacked, plan.model)
+        lifecycle.note_draws_of_slots(layer, stacked, plan.model, strict=plan.keeps_random_values)
     for path, layer, stacked in waiting:
         try:
             if STATE in vars(layer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -85,6 +86,12 @@ class LoadPlan:
         self.uninitialized: list[Problem] = []
         self._made: dict[Any, Any] = {}
 
+    @functools.cached_property
+    def keeps_random_values(self) -> bool:
+        """Whether anything is left as it is that may have been drawn: it is no constant."""
+        left = [self.places[name] for name in (*self.missing, *self.mismatched) if name in self.places]
+        return any(not place.lazy and not place.is_rng and _may_be_drawn(place.value) for place in left)
+
     def where(self, place: Place) -> str:
         """Name a place by its path and what is there."""
         return located(place.name, type(place.owner).__name__)
@@ -118,6 +125,14 @@ class LoadPlan:
             dtype = jax.dtypes.canonicalize_dtype(stored if dtype is None else dtype)
         is_cast = self.dtype is not None and isinstance(place.owner, nnx.Param) and jnp.issubdtype(dtype, jnp.floating)
         return self.dtype if is_cast else dtype
+
+
+def _may_be_drawn(value: Any) -> bool:
+    if not isinstance(value, (jax.Array, np.ndarray)) or is_key(value) or not _compat.are_concrete([value]):
+        return False
+    if is_deleted(value) or not getattr(value, "is_fully_addressable", True):
+        return True  # nobody here can say
+    return value.size > 0 and not bool((value == value.ravel()[0]).all())
 
 
 def make_plan(

@@ -300,6 +300,59 @@ def test_a_load_needs_no_keys() -> None:
     assert_same(model, want)
 
 
+PARTS: dict[str, tuple[str, ...]] = {
+    "the block": ("block.",),
+    "part of the block": ("block.fc.",),
+    "the layer after": ("fc.",),
+    "both": ("block.", "fc."),
+    "all of the block and the constant": ("block.", "fc.bias"),
+}
+
+
+@pytest.mark.parametrize("n", WIDTHS)
+@pytest.mark.parametrize("part", PARTS)
+def test_part_of_a_load_in_front_of_an_explicit_layer(part: str, n: int) -> None:
+    """What the explicit layer keeps has to be what it has in the explicit model, or it is all refused."""
+    model, want, x = *(Explicit(Maker(lazy, Shortcut), n, nnx.Rngs(0)) for lazy in (True, False)), jnp.ones((2, n))
+    before = values(model.fc), lm.uninitialized_paths(model)
+    entries = {k: v for k, v in lm.state_dict(want).items() if k.startswith(PARTS[part])}
+    if n == 4 and part not in ("both", "the layer after"):
+        with pytest.raises(lm.ConfigurationError, match="after others drew from it as if it had drawn 3"):
+            lm.load_state_dict(model, entries, strict=False)
+        jax.tree.map(np.testing.assert_array_equal, before[0], values(model.fc))
+        assert lm.uninitialized_paths(model) == before[1]
+        lm.load_state_dict(model, lm.state_dict(want))
+    else:
+        lm.load_state_dict(model, entries, strict=False)
+        if n == 4 and part == "the layer after":
+            with pytest.raises(lm.ConfigurationError, match="after others drew from it"):
+                model(x)
+            return
+    model(x)
+    assert_same(model, want)
+
+
+def test_a_value_made_by_hand_of_another_key_is_refused() -> None:
+    class After(Shortcut):
+        def __init__(self, n: int, m: int, *, rngs: nnx.Rngs) -> None:
+            super().__init__(n, m, rngs=rngs)
+            self.last = nnx.Linear(m, m, rngs=rngs)
+
+    for n in WIDTHS:
+        layer, want = lm.lazy(After, infer=n_of_x)(m=4, rngs=nnx.Rngs(0)), After(n, 4, rngs=nnx.Rngs(0))
+        layer.last.kernel.materialize((4, 4))  # nothing says yet how many keys are drawn before this one's
+        if n == 4:
+            with pytest.raises(lm.ConfigurationError, match="sizes at which it draws 4 keys"):
+                layer(jnp.ones((2, n)))
+            continue
+        layer(jnp.ones((2, n)))
+        assert_same(layer, want)
+    layer = lm.lazy(After, infer=n_of_x)(m=4, rngs=nnx.Rngs(0))
+    layer.fc.kernel.materialize((4, 4))  # this shape says it
+    layer(jnp.ones((2, 4)))
+    assert_same(layer, After(4, 4, rngs=nnx.Rngs(0)))
+
+
 def test_a_draw_by_hand_and_a_used_dropout_are_refused() -> None:
     def used(rngs: nnx.Rngs) -> Any:
         layer = nnx.Dropout(0.5, rngs=rngs)

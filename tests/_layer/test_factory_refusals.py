@@ -35,7 +35,7 @@ def lazy_plain(infer: Callable[..., Any] = width, **options: Any) -> Any:
 
 def assert_still_lazy(layer: Any) -> None:
     """It is as it was."""
-    assert lm.is_lazy(layer) and lm.uninitialized_paths(layer) == ["w"] and layer.w.shape == (None, 2)
+    assert lm.is_lazy(layer) and lm.uninitialized_paths(layer) == ["w"] and layer.w.shape[0] is None
 
 
 # ---------------------------------------------------------------- what infer returns

@@ -221,3 +221,26 @@ def test_infer_sees_what_was_given_and_no_default_that_the_class_may_not_have() 
 def test_sizes_by_position_are_refused_with_the_line_that_names_them() -> None:
     with pytest.raises(lm.ConfigurationError, match=r"arguments as in LazyHidden\(din=\.\.\., hidden=\.\.\.,"):
         LazyHidden(8, 3, rngs=nnx.Rngs(0))  # pyright: ignore[reportCallIssue]
+
+
+LOADS: dict[str, tuple[Any, Any, str]] = {
+    "dims": (LazyDims, lambda r: Dims(4, 3, 5, rngs=r), "LazyDims(dims=...)"),
+    "hidden": (LazyHidden, lambda r: Hidden(4, 8, 3, rngs=r), "LazyHidden(hidden=...)"),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_a_file_for_more_sizes_than_are_known_is_refused_with_their_name(name: str) -> None:
+    cls, explicit, call = LOADS[name]
+    layer, want = cls(rngs=nnx.Rngs(0)), explicit(nnx.Rngs(1))
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load_state_dict(layer, lm.state_dict(want))
+    problems = caught.value.problems
+    assert {p.write for p in problems} == {f"{call}, with the sizes of the file, or model(x) before the load"}
+    assert lm.is_lazy(layer)
+    if name == "dims":
+        layer(jnp.ones((2, 4)))
+    else:
+        layer = cls(hidden=(8, 3), rngs=nnx.Rngs(0))
+    lm.load_state_dict(layer, lm.state_dict(want))
+    assert_same_model(layer, want)

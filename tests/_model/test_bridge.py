@@ -124,3 +124,36 @@ def test_a_forward_may_go_through_a_dict_of_flax_in_an_abstract_run() -> None:
     lm.register_state_dict_pre_hook(model.branches, lambda *_: None)
     lm.materialize(model, spec(5, 4))
     assert_same_bits(model(X), Branches(lambda seed: nnx.Linear(4, 4, rngs=nnx.Rngs(seed)))(X))
+
+
+class Two(nnx.Module):
+    def __init__(self, lazy: bool, rngs: nnx.Rngs) -> None:
+        self.a = lm.LazyLinear(3, rngs=rngs) if lazy else nnx.Linear(4, 3, rngs=rngs)
+        self.b = lm.LazyLinear(2, rngs=rngs) if lazy else nnx.Linear(3, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.b(self.a(x))
+
+
+def test_a_lazy_model_in_linen_is_made_by_a_function_that_sizes_it() -> None:
+    def make(rngs: nnx.Rngs) -> Two:
+        model = Two(True, rngs)
+        lm.materialize(model, spec(5, 4))
+        return model
+
+    got, want = nnx.bridge.to_linen(make), nnx.bridge.to_linen(Two, False)
+    variables = got.init(jax.random.key(0), X)
+    assert_same_bits(variables, want.init(jax.random.key(0), X))
+    assert_same_bits(got.apply(variables, X), want.apply(variables, X))
+
+
+def test_a_lazy_model_in_linen_that_nobody_has_sized_is_refused_with_that_line() -> None:
+    with pytest.raises(lm.UninitializedError) as caught:
+        nnx.bridge.to_linen(Two, True).init(jax.random.key(0), X)
+    assert str(caught.value).splitlines() == [
+        "a.bias (UninitializedParameter of LazyLinear)",
+        "  got:    a use of its value, while it is an uninitialized parameter of shape (3,)",
+        "  needed: its sizes, which follow from the first input, from a shape spec or from a checkpoint",
+        "  write:  bridge.to_linen(make), of a function make(rngs) that returns the model after "
+        "lm.materialize(model, spec)",
+    ]
