@@ -1,0 +1,66 @@
+"""Where a call runs: on a platform that is known already, or in a program that is compiled later."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lazymods import _compat
+from lazymods.dispatch.keys import OTHER, PLATFORMS
+
+
+def platform_key(operands: Sequence[Any]) -> str | None:
+    """Return the key of the platform on which a call is executed now; None if its program is compiled later.
+
+    Under ``jax.grad`` and ``jax.vmap`` alone operations are executed at once.
+    """
+    if not _compat.runs_at_once(_compat.current_trace()):
+        return None
+    arrays = [_compat.base_value(x) for x in operands]
+    if not _compat.are_concrete(arrays):
+        return None
+    return _key_of(_device(arrays))
+
+
+def key_here() -> str:
+    """Return the key of the platform that this process runs on, if nothing else is said."""
+    return _key_of(_default_device())
+
+
+def in_lazy_block() -> bool:
+    """Whether operations are recorded by a block of :func:`lazymods.lazytensor.lazy`."""
+    if "lazymods.lazytensor.trace" not in sys.modules:  # then there is no block
+        return False
+    from lazymods.lazytensor.trace import session
+
+    recording = session()
+    return recording is not None and _compat.base_trace(_compat.current_trace()) is recording.trace
+
+
+def _device(values: Sequence[Any]) -> Any:
+    """Return a device on which JAX would run an operation on these: that of an array which is bound to it, if any is."""
+    arrays = [x for x in values if isinstance(x, jax.Array)]  # a number beneath jax.grad is none
+    bound = [x for x in arrays if x.committed]
+    return next(iter((bound or arrays)[0].devices())) if arrays else _default_device()
+
+
+def _default_device() -> Any:
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if device is None:
+        return jax.local_devices()[0]
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
+
+
+@functools.cache
+def _key_of(device: Any) -> str:
+    """Return the key of a device's platform, by the name that JAX lowers programs for."""
+    branches = {platform: (lambda i=i: np.int32(i)) for i, platform in enumerate(PLATFORMS)}
+    number = jax.jit(lambda: jax.lax.platform_dependent(default=lambda: np.int32(-1), **branches))
+    with jax.ensure_compile_time_eval(), jax.default_device(device):
+        found = int(number())
+    return OTHER if found < 0 else list(PLATFORMS.values())[found]

@@ -1,0 +1,108 @@
+"""Two operations of JAX's: one that no platform can run, and one whose shapes are known before its kernel is traced.
+
+``refuse`` passes its operand on in every transform, and raises when it is lowered. It makes a program that has no
+kernel for one platform an error for that platform alone.
+
+``shaped`` is what a call with a Meta kernel becomes under ``jax.jit`` and ``jax.eval_shape``. The kernels are traced
+when the program is lowered, or when it is differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from lazymods._errors import Problem
+from lazymods.dispatch.refusals import NoKernelError
+
+
+class Program(Hashable, Protocol):
+    """A function of operands, equal to those that compute the same."""
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        """Return the leaves of the output."""
+        ...
+
+    def mapped(self, axes: Sequence[int | None], size: int) -> Program:
+        """Return the program that ``jax.vmap`` makes of this one."""
+        ...
+
+
+# ---------------------------------------------------------------- refuse
+
+_refuse = Primitive("operator_refuses")
+
+
+def refuse(leaves: Sequence[Any], problem: Problem) -> list[Any]:
+    """Return arrays which, when they are computed, raise :class:`NoKernelError`."""
+    return [_refuse.bind(leaf, problem=problem) for leaf in leaves]
+
+
+def _raise(*_: Any, problem: Problem, **__: Any) -> Any:
+    raise NoKernelError(problem)
+
+
+_refuse.def_impl(_raise)
+_refuse.def_abstract_eval(lambda x, *, problem: x)
+ad.deflinear2(_refuse, lambda cotangent, _, *, problem: [cotangent])
+batching.primitive_batchers[_refuse] = lambda args, dims, *, problem: (_refuse.bind(*args, problem=problem), dims[0])
+mlir.register_lowering(_refuse, _raise)
+
+# ---------------------------------------------------------------- shaped
+
+_shaped = Primitive("operator")
+_shaped.multiple_results = True
+
+
+def shaped(program: Program, operands: Sequence[Any], avals: Sequence[jax.ShapeDtypeStruct]) -> list[Any]:
+    """Return what a program makes of operands, without tracing it before it is lowered.
+
+    Args:
+        program: The function.
+        operands: Its arguments.
+        avals: Shapes and dtypes of what it returns.
+
+    Returns:
+        The leaves of its output.
+    """
+    return _shaped.bind(*operands, program=program, avals=tuple((a.shape, a.dtype) for a in avals))
+
+
+def _run(*operands: Any, program: Program, avals: Any) -> list[Any]:
+    return program(*operands)
+
+
+def _abstract(*_: Any, program: Program, avals: Any) -> list[Any]:
+    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in avals]
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, program: Program, avals: Any) -> Any:
+    moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+    def of_moving(*values: Any) -> list[Any]:
+        operands = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            operands[i] = value
+        return program(*operands)
+
+    out, moved = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+    still = jax.dtypes.float0  # of what has no derivative, such as an integer
+    return out, [ad.Zero.from_primal_value(x) if t.dtype == still else t for x, t in zip(out, moved, strict=True)]
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[int | None], *, program: Program, avals: Any) -> Any:
+    axes = tuple(dims)
+    size = next(x.shape[d] for x, d in zip(operands, axes, strict=True) if d is not None)
+    found = [jax.ShapeDtypeStruct((size, *shape), dtype) for shape, dtype in avals]
+    return shaped(program.mapped(axes, size), operands, found), [0] * len(found)
+
+
+_shaped.def_impl(_run)
+_shaped.def_abstract_eval(_abstract)
+ad.primitive_jvps[_shaped] = _jvp
+batching.primitive_batchers[_shaped] = _batch
+mlir.register_lowering(_shaped, mlir.lower_fun(_run, multiple_results=True))
