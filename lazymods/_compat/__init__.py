@@ -90,7 +90,7 @@ _PLACES = {name: module for module, names in _FUNCTIONS.items() for name in name
 _TWINS = {  # and what it does
     "abstract": ("plain_abstract", "jax.eval_shape, and Flax's own initializers one by one"),
     "fast_traces": ("traces", "public functions of jax.extend.core"),
-    "peeling": ("plain_peeling", "a compilation at each call of an operator in jax.grad or jax.vmap outside of jax.jit"),
+    "peeling": ("plain_peeling", "compiling an operator at each call in jax.grad or jax.vmap outside of jax.jit"),
     "placing": ("plain_placing", "jax.device_put"),
     "transforms": ("any_transform", "materialize before a transform"),
 }

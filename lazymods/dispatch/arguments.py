@@ -153,6 +153,8 @@ def cotangents(
 def _checked(name: str, key: str, part: Any, operand: jax.ShapeDtypeStruct, position: int) -> Any:
     if part is None:
         return None
+    if not is_operand(part) and not isinstance(part, (int, float, complex)):
+        raise _wrong(name, key, f"{show(part)} for argument {position}", f"that of the argument, {show(operand)}")
     given = jnp.asarray(part)
     if given.weak_type:
         given = given.astype(operand.dtype)
@@ -162,4 +164,4 @@ def _checked(name: str, key: str, part: Any, operand: jax.ShapeDtypeStruct, posi
 
 
 def _wrong(name: str, key: str, got: str, needed: str) -> RegistrationError:
-    return refused(name, f"{got} from the backward function of {key}", needed, "return (dx, dy), or None for no gradient")
+    return refused(name, f"{got} from the backward function of {key}", needed, "return dx, None for f(x, n)")

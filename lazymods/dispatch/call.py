@@ -151,9 +151,14 @@ def _differ(one: Any, other: Any) -> bool:
 
 def _of_strong_dtype(out: Any) -> Any:
     """Make dtypes strong, as those that a Meta kernel says are: a call computes alike when it is compiled."""
-    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype) if x.weak_type else x, out)
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype) if is_weak(x) else x, out)
 
 
 def slots(operands: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Return shapes and dtypes of operands."""
-    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in operands)
+    return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=is_weak(x)) for x in operands)
+
+
+def is_weak(array: Any) -> bool:
+    """Whether an array's dtype gives way to another's; typed keys have nothing of the kind."""
+    return bool(getattr(array, "weak_type", False))

@@ -14,11 +14,11 @@ from lazymods.dispatch import table
 from lazymods.dispatch.arguments import split
 from lazymods.dispatch.call import Call, slots
 from lazymods.dispatch.keys import EXPLICIT, IMPLICIT, KEYS, is_pair
-from lazymods.dispatch.places import in_lazy_block, key_here, platform_key
+from lazymods.dispatch.places import in_lazy_block, is_auto_mesh, key_here, platform_key
 from lazymods.dispatch.primitives import Program, shaped
 from lazymods.dispatch.programs import Anywhere, on_platform
 from lazymods.dispatch.refusals import names, refused
-from lazymods.dispatch.table import KERNEL, Listing
+from lazymods.dispatch.table import Listing
 
 Kernel = TypeVar("Kernel")
 
@@ -87,7 +87,8 @@ class Operator:
         self._check_kernel(key, kernel)
         with _lock:
             self._check_key(key)
-            self._kernels = {k: kernel if k == key else self._kernels[k] for k in KEYS if k == key or k in self._kernels}
+            kernels = {**self._kernels, key: kernel}
+            self._kernels = {k: kernels[k] for k in KEYS if k in kernels}
             if self._traced:
                 self._traced = False
                 _REGISTERED.set_global(_REGISTERED.get_global() + 1)
@@ -173,7 +174,7 @@ class Operator:
         self._traced = True
         if "Lazy" in call.kernels and in_lazy_block():
             return on_platform(call, "Lazy")(*operands)
-        if call.meta is not None and jax.sharding.get_abstract_mesh().empty:
+        if call.meta is not None and is_auto_mesh():
             leaves = shaped(_Compiled(self.__name__, call), operands, call.meta.leaves())
             return jax.tree.unflatten(jax.tree.structure(call.meta.shapes), leaves)
         return _compiled(self.__name__, call)(*operands)

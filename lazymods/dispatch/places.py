@@ -42,8 +42,13 @@ def in_lazy_block() -> bool:
     return recording is not None and _compat.base_trace(_compat.current_trace()) is recording.trace
 
 
+def is_auto_mesh() -> bool:
+    """Whether the types of arrays say nothing of a mesh, as they do in ``jax.shard_map`` and on explicit axes."""
+    return all(kind == jax.sharding.AxisType.Auto for kind in jax.sharding.get_abstract_mesh().axis_types)
+
+
 def _device(values: Sequence[Any]) -> Any:
-    """Return a device on which JAX would run an operation on these: that of an array which is bound to it, if any is."""
+    """Return a device on which JAX would run an operation on these: of an array that is bound to one, if any is."""
     arrays = [x for x in values if isinstance(x, jax.Array)]  # a number beneath jax.grad is none
     bound = [x for x in arrays if x.committed]
     return next(iter((bound or arrays)[0].devices())) if arrays else _default_device()

@@ -2,12 +2,13 @@
 
 ``on_platform`` is for operations that are executed at once: the platform is that of the operands. ``anywhere`` is for a
 program that is being traced: each platform's kernel is a branch of ``jax.lax.platform_dependent``, of which the
-compiler sees one. A pair is a ``jax.custom_vjp``. Where platforms differ in their pairs, what one of them saves is
+compiler sees one. Where platforms differ in their pairs, what one of them saves is
 saved as zeros by the others: a program has one list of outputs, and the compiler drops those that nothing reads.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from lazymods._errors import Problem
 from lazymods.dispatch.call import Call, Output, Plan
+from lazymods.dispatch.gradient import with_derivative
 from lazymods.dispatch.keys import OTHER, PLATFORMS
+from lazymods.dispatch.places import is_auto_mesh
 from lazymods.dispatch.primitives import refuse
 from lazymods.dispatch.refusals import NoKernelError, ambiguous, failed, no_kernel
 
@@ -57,16 +60,18 @@ def on_platform(call: Call, key: str) -> Callable[..., Any]:
         assert plan.pair is not None  # forward came first
         return tuple(call.backward(plan.pair, saved, cotangent))
 
-    return _with_derivative(run, forward, backward)
-
-
-def _with_derivative(run: Any, forward: Any, backward: Any) -> Callable[..., Any]:
-    function = jax.custom_vjp(run)
-    function.defvjp(forward, backward)
-    return function
+    return with_derivative(call.name, (call, key), run, forward, backward)
 
 
 # ---------------------------------------------------------------- any platform
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Refused:
+    """What a branch saves that refuses: its gradients refuse as well, where only those are computed."""
+
+    problem: Problem
 
 
 class Branch(NamedTuple):
@@ -108,7 +113,8 @@ class Anywhere:
         if len(self._keys) == 1:  # the same everywhere
             return on_platform(self._call, self._here)
         if any(plan.pair is not None or plan.ambiguous for plan in self._keys):
-            return _with_derivative(self._run, self._forward, self._backward)
+            token = (self._call, self._here, None)
+            return with_derivative(self._call.name, token, self._run, self._forward, self._backward)
         return self._run
 
     def _run(self, *operands: Any) -> Any:
@@ -169,7 +175,13 @@ class Anywhere:
     # ------------------------------------------------------------ derivatives
 
     def _forward(self, *operands: Any) -> tuple[Any, Any]:
-        """Return the output, and for each plan what its branch saves: zeros, but for the one that runs."""
+        """Return the output, and for each plan what its branch saves: zeros, but for the one that runs.
+
+        Zeros would have to be sharded as what they stand for. Where that is part of an array's type, the operands are
+        saved instead, and the backward branch runs the forward function again.
+        """
+        if not is_auto_mesh():
+            return self._run(*operands), operands
         traced = self._kernels(operands)
         known, output = self._known(traced)
         saving = {plan: self._saving(plan, branch, operands, known, output) for plan, branch in traced.items()}
@@ -192,21 +204,21 @@ class Anywhere:
     ) -> Branch:
         """Return a branch that returns the output and what its derivative needs."""
         call = self._call
-        refusing = Branch(lambda *x: refuse(known.run(*x), problem), (output.shapes, ()))
+
+        def refusing(problem: Problem) -> Branch:
+            return Branch(lambda *x: refuse(known.run(*x), problem), (output.shapes, _Refused(problem)))
+
         if not isinstance(kernel, Branch):
-            problem = kernel
-            return refusing
+            return refusing(kernel)
         if plan.ambiguous:
-            problem = ambiguous(call.name, call.kernels)
-            return refusing
+            return refusing(ambiguous(call.name, call.kernels))
         if plan.pair is None:
             function: Any = lambda *x: jax.vjp(kernel.run, *x)  # noqa: E731
         else:
             function = functools.partial(call.forward, plan.pair)
         traced = self._traced(plan, function, operands)
         if isinstance(traced, Problem):
-            problem = traced
-            return refusing
+            return refusing(traced)
         if plan.pair is None:
             shapes = (output.shapes, traced.shapes[1])
         else:
@@ -215,6 +227,7 @@ class Anywhere:
         return Branch(traced.run, shapes)
 
     def _backward(self, saved: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
+        auto = is_auto_mesh()
         leaves, tree = jax.tree.flatten(cotangent)
         moving = [i for i, leaf in enumerate(leaves) if leaf.dtype != jax.dtypes.float0]
         wanted = [i for i, x in enumerate(self._call.operands) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -224,8 +237,11 @@ class Anywhere:
                 given = list(leaves)
                 for i, leaf in zip(moving, moved, strict=True):
                     given[i] = leaf
-                found = self._gradients(plan, saved[number], given, tree)
-                return [jnp.zeros_like(self._call.operands[i]) if found[i] is None else found[i] for i in wanted]
+                state = saved[number] if auto else self._saved_again(plan, saved)
+                like = self._call.operands if auto else saved
+                found = self._gradients(plan, state, given, tree)
+                full = [jnp.zeros_like(like[i]) if found[i] is None else found[i] for i in wanted]
+                return refuse(full, state.problem) if isinstance(state, _Refused) else full
 
             return run
 
@@ -236,8 +252,16 @@ class Anywhere:
             gradients[i] = gradient
         return tuple(gradients)
 
+    def _saved_again(self, plan: Plan, operands: Sequence[Any]) -> Any:
+        """Return what the forward branch of a plan would have saved."""
+        traced = self._kernels(operands)
+        known, output = self._known(traced)
+        saving = self._saving(plan, traced[plan], operands, known, output)
+        leaves = saving.run(*operands)[len(output.leaves()) :]
+        return jax.tree.unflatten(jax.tree.structure(saving.shapes[1]), leaves)
+
     def _gradients(self, plan: Plan, saved: Any, leaves: Sequence[Any], tree: Any) -> Sequence[Any]:
-        if isinstance(saved, tuple) and not saved:  # nothing was saved, because the forward branch refuses
+        if isinstance(saved, _Refused):
             return [None] * len(self._call.operands)
         if plan.pair is None:
             return list(saved(list(leaves)))

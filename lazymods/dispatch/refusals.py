@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from lazymods._errors import LazyError, Problem, describe
+from lazymods._errors import LazyError, Problem, describe, one_line
 
 
 class RegistrationError(LazyError, ValueError):
@@ -51,12 +51,21 @@ def ambiguous(name: str, registered: Collection[str]) -> Problem:
     )
 
 
-def failed(name: str, key: str, error: Exception) -> Problem:
-    """Say that the kernel of another platform than the process's own could not be traced here."""
-    text = " ".join(str(error).split())
+def no_forward_mode(name: str, error: Exception) -> Problem:
+    """Say that forward mode needs the transpose of a backward function that has none."""
     return Problem(
         f"Operator {name!r}",
-        f"a program for the platform of {key}, whose kernel raised {type(error).__name__}: {text}",
+        f"forward mode (jax.jvp, jax.jacfwd, jax.linearize): {type(error).__name__}: {one_line(error)}",
+        "a backward function that JAX can transpose: of linear operations in the gradient that it gets",
+        "reverse mode (jax.grad, jax.vjp, jax.jacrev), or a backward function of jax.numpy",
+    )
+
+
+def failed(name: str, key: str, error: Exception) -> Problem:
+    """Say that the kernel of another platform than the process's own could not be traced here."""
+    return Problem(
+        f"Operator {name!r}",
+        f"a program for the platform of {key}, whose kernel raised {type(error).__name__}: {one_line(error)}",
         "a kernel that can be traced on the machine that compiles for it",
         "compile where that platform is, or mend the kernel",
     )
