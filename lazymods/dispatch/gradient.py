@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -68,7 +69,8 @@ class Pullback:
 
     def _saved(self, arrays: Sequence[Any]) -> Any:
         kept, rest = dict(self.kept), iter(arrays)
-        return jax.tree.unflatten(self.tree, [kept[i] if i in kept else next(rest) for i in range(self.tree.num_leaves)])
+        leaves = [kept[i] if i in kept else next(rest) for i in range(self.tree.num_leaves)]
+        return jax.tree.unflatten(self.tree, leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +171,7 @@ def _run(*inputs: Any, count: int, pullback: Any) -> list[Any]:
 
 
 def _abstract(*_: Any, count: int, pullback: Any) -> list[Any]:
-    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in pullback.specs()]
+    return [ShapedArray(shape, dtype) for shape, dtype in pullback.specs()]
 
 
 def _transpose(cotangents: Sequence[Any], *inputs: Any, count: int, pullback: Any) -> list[Any]:

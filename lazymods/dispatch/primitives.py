@@ -13,6 +13,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import jax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -77,7 +78,7 @@ def _run(*operands: Any, program: Program, avals: Any) -> list[Any]:
 
 
 def _abstract(*_: Any, program: Program, avals: Any) -> list[Any]:
-    return [jax.core.ShapedArray(shape, dtype) for shape, dtype in avals]
+    return [ShapedArray(shape, dtype) for shape, dtype in avals]
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, program: Program, avals: Any) -> Any:
@@ -91,7 +92,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, program: Program, a
 
     out, moved = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
     still = jax.dtypes.float0  # of what has no derivative, such as an integer
-    return out, [ad.Zero.from_primal_value(x) if t.dtype == still else t for x, t in zip(out, moved, strict=True)]
+    zero: Any = ad.Zero
+    return out, [zero.from_primal_value(x) if t.dtype == still else t for x, t in zip(out, moved, strict=True)]
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[int | None], *, program: Program, avals: Any) -> Any:
