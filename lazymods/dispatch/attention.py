@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn import dtypes
 
 from lazymods.dispatch.operator import Operator
 
 FROM_TOKENS = 512
-"""The shortest sequences, of queries and of keys, that cuDNN is taken for: ``tests/benchmarks/dispatch.py`` shows it."""
+"""The shortest sequences, of queries and of keys, for which cuDNN is taken: see ``tests/benchmarks/dispatch.py``."""
 
 _MOST_FEATURES = 128  # of a head: what cuDNN takes on every GPU that it serves, with its gradient
 
@@ -86,7 +87,7 @@ def attention_fn(
     dtype: Any = None,
     precision: Any = None,
     module: Any = None,
-    promote_dtype: Any = nnx.nn.dtypes.promote_dtype,
+    promote_dtype: Any = dtypes.promote_dtype,
     is_causal: bool = False,
 ) -> Any:
     """Compute attention as ``nnx.dot_product_attention`` does; a value for ``nnx.MultiHeadAttention(attention_fn=)``.

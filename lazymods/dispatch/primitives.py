@@ -1,7 +1,7 @@
 """Two operations of JAX's: one that no platform can run, and one whose shapes are known before its kernel is traced.
 
-``refuse`` passes its operand on in every transform, and raises when it is lowered. It makes a program that has no
-kernel for one platform an error for that platform alone.
+``refuse`` passes its operand on in every transform, and raises when it is lowered for a platform that it refuses. It
+makes a program that has no kernel for one platform an error for that platform alone.
 
 ``shaped`` is what a call with a Meta kernel becomes under ``jax.jit`` and ``jax.eval_shape``. The kernels are traced
 when the program is lowered, or when it is differentiated.
@@ -9,6 +9,7 @@ when the program is lowered, or when it is differentiated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
@@ -17,8 +18,8 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from lazymods._errors import Problem
-from lazymods.dispatch.refusals import NoKernelError
+from lazymods.dispatch.keys import PLATFORMS
+from lazymods.dispatch.refusals import NoKernelError, Refusal
 
 
 class Program(Hashable, Protocol):
@@ -38,20 +39,34 @@ class Program(Hashable, Protocol):
 _refuse = Primitive("operator_refuses")
 
 
-def refuse(leaves: Sequence[Any], problem: Problem) -> list[Any]:
-    """Return arrays which, when they are computed, raise :class:`NoKernelError`."""
-    return [_refuse.bind(leaf, problem=problem) for leaf in leaves]
+def refuse(leaves: Sequence[Any], refusal: Refusal) -> list[Any]:
+    """Return arrays which, when they are computed, raise :class:`NoKernelError`.
+
+    Args:
+        leaves: What they are like.
+        refusal: What is said, by the key of the platform.
+    """
+    return [_refuse.bind(leaf, refusal=refusal) for leaf in leaves]
 
 
-def _raise(*_: Any, problem: Problem, **__: Any) -> Any:
-    raise NoKernelError(problem)
+def _raise(*_: Any, refusal: Refusal) -> Any:
+    raise NoKernelError(refusal(refusal.keys[-1]))
+
+
+def _lower(_: Any, operand: Any, *, refusal: Refusal, key: str) -> Any:
+    """Raise on the platforms that are refused; elsewhere do nothing: it is not what is chosen there."""
+    if key in refusal.keys:
+        raise NoKernelError(refusal(key))
+    return [operand]
 
 
 _refuse.def_impl(_raise)
-_refuse.def_abstract_eval(lambda x, *, problem: x)
-ad.deflinear2(_refuse, lambda cotangent, _, *, problem: [cotangent])
-batching.primitive_batchers[_refuse] = lambda args, dims, *, problem: (_refuse.bind(*args, problem=problem), dims[0])
-mlir.register_lowering(_refuse, _raise)
+_refuse.def_abstract_eval(lambda x, *, refusal: x)
+ad.deflinear2(_refuse, lambda cotangent, _, *, refusal: [cotangent])
+batching.primitive_batchers[_refuse] = lambda args, dims, *, refusal: (_refuse.bind(*args, refusal=refusal), dims[0])
+mlir.register_lowering(_refuse, lambda _, *operands, refusal: _raise(*operands, refusal=refusal))
+for _platform in ("cpu", "cuda", "tpu"):  # those that JAX takes rules for
+    mlir.register_lowering(_refuse, functools.partial(_lower, key=PLATFORMS[_platform]), platform=_platform)
 
 # ---------------------------------------------------------------- shaped
 

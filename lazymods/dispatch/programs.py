@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
-from lazymods._errors import Problem
+from lazymods._errors import one_line
 from lazymods.dispatch.call import Call, Output, Plan
 from lazymods.dispatch.gradient import with_derivative
 from lazymods.dispatch.keys import OTHER, PLATFORMS
 from lazymods.dispatch.places import is_auto_mesh
 from lazymods.dispatch.primitives import refuse
-from lazymods.dispatch.refusals import NoKernelError, ambiguous, failed, no_kernel
+from lazymods.dispatch.refusals import NoKernelError, Refusal
 
 Flat = Callable[..., Sequence[Any]]
 """A function of operands that returns the leaves of its output."""
@@ -44,14 +44,14 @@ def on_platform(call: Call, key: str) -> Callable[..., Any]:
     """
     plan = call.plan(key)
     if plan.kernel is None:
-        raise NoKernelError(no_kernel(call.name, key, call.kernels))
+        raise NoKernelError(_refusal(call, key)(key))
     run = functools.partial(call.run, plan.kernel)
     if plan.pair is None and not plan.ambiguous:
         return run
 
     def forward(*operands: Any) -> tuple[Any, Any]:
         if plan.pair is None:
-            raise NoKernelError(ambiguous(call.name, call.kernels))
+            raise NoKernelError(_refusal(call, key, ambiguous=True)(key))
         assert plan.kernel is not None
         out, saved = call.forward(plan.pair, *operands)
         return call.agreed(Output(plan.pair, out), call.output(plan.kernel, operands)), saved
@@ -63,6 +63,10 @@ def on_platform(call: Call, key: str) -> Callable[..., Any]:
     return with_derivative(call.name, (call, key), run, forward, backward)
 
 
+def _refusal(call: Call, *keys: str, **facts: Any) -> Refusal:
+    return Refusal(call.name, tuple(call.kernels), keys, **facts)
+
+
 # ---------------------------------------------------------------- any platform
 
 
@@ -71,7 +75,7 @@ def on_platform(call: Call, key: str) -> Callable[..., Any]:
 class _Refused:
     """What a branch saves that refuses: its gradients refuse as well, where only those are computed."""
 
-    problem: Problem
+    why: Refusal
 
 
 class Branch(NamedTuple):
@@ -109,7 +113,7 @@ class Anywhere:
             NoKernelError: If no platform has a kernel.
         """
         if all(plan.kernel is None for plan in self._keys):
-            raise NoKernelError(no_kernel(self._call.name, self._here, self._call.kernels))
+            raise NoKernelError(_refusal(self._call, self._here)(self._here))
         if len(self._keys) == 1:  # the same everywhere
             return on_platform(self._call, self._here)
         if any(plan.pair is not None or plan.ambiguous for plan in self._keys):
@@ -130,26 +134,26 @@ class Anywhere:
 
     # ------------------------------------------------------------ tracing
 
-    def _kernels(self, operands: Sequence[Any]) -> dict[Plan, Branch | Problem]:
+    def _kernels(self, operands: Sequence[Any]) -> dict[Plan, Branch | Refusal]:
         call, traced = self._call, dict[Plan, Any]()
-        for plan, key in self._keys.items():
+        for plan in self._keys:
             if plan.kernel is None:
-                traced[plan] = no_kernel(call.name, key, call.kernels)
+                traced[plan] = self._refusal(plan)
             else:
                 traced[plan] = self._traced(plan, functools.partial(call.run, plan.kernel), operands)
         return traced
 
-    def _traced(self, plan: Plan, function: Callable[..., Any], operands: Sequence[Any]) -> Branch | Problem:
+    def _traced(self, plan: Plan, function: Callable[..., Any], operands: Sequence[Any]) -> Branch | Refusal:
         """Trace a function; return what to say on its platform if it raises and the platform is not this one."""
         try:
             jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*operands)
         except Exception as error:
             if self._keys[plan] == self._here:
                 raise
-            return failed(self._call.name, self._keys[plan], error)
+            return self._refusal(plan, kernel=plan.kernel, error=f"{type(error).__name__}: {one_line(error)}")
         return Branch(jaxpr_as_fun(jaxpr), shapes)
 
-    def _known(self, traced: dict[Plan, Branch | Problem]) -> tuple[Branch, Output]:
+    def _known(self, traced: dict[Plan, Branch | Refusal]) -> tuple[Branch, Output]:
         """Return a branch that can be run, this platform's if it can, after a look at whether all are alike.
 
         Raises:
@@ -159,18 +163,22 @@ class Anywhere:
         order = sorted(traced, key=lambda plan: self._keys[plan] != self._here)
         found = [(plan, branch) for plan in order if isinstance(branch := traced[plan], Branch)]
         if not found:
-            raise NoKernelError(*[problem for problem in traced.values() if isinstance(problem, Problem)])
+            raise NoKernelError(*[why(self._keys[plan]) for plan, why in traced.items() if isinstance(why, Refusal)])
         plan, known = found[0]
         output = self._call.meta or Output(str(plan.kernel), known.shapes)
         for plan, branch in found:
             self._call.agreed(Output(str(plan.kernel), branch.shapes), output)
         return known, output
 
-    def _or_refusal(self, plan: Plan, branch: Branch | Problem, known: Branch) -> Flat:
+    def _refusal(self, plan: Plan, **facts: Any) -> Refusal:
+        keys = [PLATFORMS.get(platform or "", OTHER) for platform, other in self._plans.items() if other == plan]
+        return _refusal(self._call, *keys, **facts)
+
+    def _or_refusal(self, plan: Plan, branch: Branch | Refusal, known: Branch) -> Flat:
         if isinstance(branch, Branch):
             return branch.run
-        problem = branch
-        return lambda *operands: refuse(known.run(*operands), problem)
+        why = branch
+        return lambda *operands: refuse(known.run(*operands), why)
 
     # ------------------------------------------------------------ derivatives
 
@@ -200,24 +208,24 @@ class Anywhere:
         return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     def _saving(
-        self, plan: Plan, kernel: Branch | Problem, operands: Sequence[Any], known: Branch, output: Output
+        self, plan: Plan, kernel: Branch | Refusal, operands: Sequence[Any], known: Branch, output: Output
     ) -> Branch:
         """Return a branch that returns the output and what its derivative needs."""
         call = self._call
 
-        def refusing(problem: Problem) -> Branch:
-            return Branch(lambda *x: refuse(known.run(*x), problem), (output.shapes, _Refused(problem)))
+        def refusing(why: Refusal) -> Branch:
+            return Branch(lambda *x: refuse(known.run(*x), why), (output.shapes, _Refused(why)))
 
         if not isinstance(kernel, Branch):
             return refusing(kernel)
         if plan.ambiguous:
-            return refusing(ambiguous(call.name, call.kernels))
+            return refusing(self._refusal(plan, ambiguous=True))
         if plan.pair is None:
             function: Any = lambda *x: jax.vjp(kernel.run, *x)  # noqa: E731
         else:
             function = functools.partial(call.forward, plan.pair)
         traced = self._traced(plan, function, operands)
-        if isinstance(traced, Problem):
+        if isinstance(traced, Refusal):
             return refusing(traced)
         if plan.pair is None:
             shapes = (output.shapes, traced.shapes[1])
@@ -241,7 +249,7 @@ class Anywhere:
                 like = self._call.operands if auto else saved
                 found = self._gradients(plan, state, given, tree)
                 full = [jnp.zeros_like(like[i]) if found[i] is None else found[i] for i in wanted]
-                return refuse(full, state.problem) if isinstance(state, _Refused) else full
+                return refuse(full, state.why) if isinstance(state, _Refused) else full
 
             return run
 

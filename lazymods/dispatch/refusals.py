@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from typing import Any
 
@@ -31,24 +32,49 @@ def refused(name: str, got: str, needed: str, write: str) -> RegistrationError:
     return RegistrationError(Problem(f"Operator {name!r}", got, needed, write))
 
 
-def no_kernel(name: str, key: str, registered: Collection[str]) -> Problem:
-    """Say that a platform has no kernel."""
-    return Problem(
-        f"Operator {name!r}",
-        f"a call on a platform whose key is {key}; registered: {names(registered)}",
-        f"a kernel for {key}, or a composite one, which serves every platform",
-        f"op.register({key!r}, kernel), or op.register('CompositeImplicitAutograd', kernel)",
-    )
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why an operator does not run on some platforms; called with the key of the one that asks.
 
+    Attributes:
+        name: The operator's.
+        registered: All keys that have a kernel.
+        keys: Those of the platforms, ``FPGA`` last.
+        kernel: The key of the kernel that could not be traced in this process; None if there is none.
+        error: What it raised.
+        ambiguous: Whether it is the derivative that is missing, because two would do.
+    """
 
-def ambiguous(name: str, registered: Collection[str]) -> Problem:
-    """Say that the derivative on platforms without a key of their own is ambiguous."""
-    return Problem(
-        f"Operator {name!r}",
-        f"a derivative on a platform of AutogradOther; registered: {names(registered)}",
-        "one derivative: FPGA has a kernel of its own, and CompositeImplicitAutograd is that of another function",
-        "op.register('AutogradOther', (forward, backward))",
-    )
+    name: str
+    registered: tuple[str, ...]
+    keys: tuple[str, ...]
+    kernel: str | None = None
+    error: str = ""
+    ambiguous: bool = False
+
+    def __call__(self, key: str) -> Problem:
+        """Return what to say."""
+        where, registered = f"Operator {self.name!r}", f"registered: {names(self.registered)}"
+        if self.kernel is not None:
+            return Problem(
+                where,
+                f"a program for the platform of {key}, where the kernel of {self.kernel} raised {self.error}",
+                "a kernel that can be traced on the machine that compiles for it",
+                "compile where that platform is, or mend the kernel",
+            )
+        if self.ambiguous:
+            return Problem(
+                where,
+                f"a derivative on a platform of AutogradOther; {registered}",
+                "one derivative: FPGA has a kernel of its own, and CompositeImplicitAutograd is another function",
+                "op.register('AutogradOther', (forward, backward))",
+            )
+        return Problem(
+            where,
+            f"a call on a platform whose key is {key}; {registered}",
+            f"a kernel for {key}, or a composite one, which serves every platform",
+            f"op.register({key!r}, kernel), or op.register('CompositeImplicitAutograd', kernel)",
+        )
 
 
 def no_forward_mode(name: str, error: Exception) -> Problem:
@@ -58,16 +84,6 @@ def no_forward_mode(name: str, error: Exception) -> Problem:
         f"forward mode (jax.jvp, jax.jacfwd, jax.linearize): {type(error).__name__}: {one_line(error)}",
         "a backward function that JAX can transpose: of linear operations in the gradient that it gets",
         "reverse mode (jax.grad, jax.vjp, jax.jacrev), or a backward function of jax.numpy",
-    )
-
-
-def failed(name: str, key: str, error: Exception) -> Problem:
-    """Say that the kernel of another platform than the process's own could not be traced here."""
-    return Problem(
-        f"Operator {name!r}",
-        f"a program for the platform of {key}, whose kernel raised {type(error).__name__}: {one_line(error)}",
-        "a kernel that can be traced on the machine that compiles for it",
-        "compile where that platform is, or mend the kernel",
     )
 
 
