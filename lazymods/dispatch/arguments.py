@@ -6,6 +6,7 @@ arrays of JAX, so that a kernel computes alike whether it is compiled or not.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,29 @@ def is_operand(leaf: Any) -> bool:
 
 def _kind(leaf: Any) -> str:
     return f"{type(leaf)}{leaf!r}" if isinstance(leaf, (float, complex)) else str(type(leaf))
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A value that is no array, as a part of the structure of a pytree."""
+
+    value: Any
+    kind: str
+
+
+def _is_kept(node: Any) -> bool:
+    return isinstance(node, Kept)
+
+
+def arrays_only(tree: Any) -> Any:
+    """Make a pytree one of arrays alone: a function that is traced returns nothing else unchanged."""
+    return jax.tree.map(lambda leaf: leaf if is_operand(leaf) else Kept(leaf, _kind(leaf)), tree)
+
+
+def with_others(tree: Any) -> Any:
+    """Undo :func:`arrays_only`."""
+    return jax.tree.map(lambda leaf: leaf.value if _is_kept(leaf) else leaf, tree, is_leaf=_is_kept)
 
 
 class Slot(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from lazymods.dispatch.arguments import Layout, cotangents, positional
+from lazymods.dispatch.arguments import Layout, arrays_only, cotangents, positional, with_others
 from lazymods.dispatch.keys import AUTOGRAD_OF
 from lazymods.dispatch.refusals import different, refused, show
 from lazymods.dispatch.table import AMBIGUOUS, FALLBACK, MATH, entry
@@ -107,13 +107,13 @@ class Call:
             what = f"{show(returned)} from the forward function of {key}"
             raise refused(self.name, what, "a pair: the output, and what backward needs", "return out, residuals")
         out, saved = returned
-        return jax.tree.map(jnp.asarray, out), saved
+        return jax.tree.map(jnp.asarray, out), arrays_only(saved)
 
     def backward(self, key: str, saved: Any, cotangent: Any) -> list[Any]:
         """Run the backward function of a pair, and return a gradient for each operand; None for zero."""
         forward, backward = self.kernels[key]
         args = positional(self.name, key, forward, self.layout)
-        return cotangents(self.name, key, backward(saved, cotangent), args, self.operands)
+        return cotangents(self.name, key, backward(with_others(saved), cotangent), args, self.operands)
 
     @functools.cached_property
     def meta(self) -> Output | None:

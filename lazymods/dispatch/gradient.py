@@ -20,7 +20,6 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from lazymods._errors import LazyError
-from lazymods.dispatch.arguments import is_operand
 from lazymods.dispatch.places import is_auto_mesh
 from lazymods.dispatch.refusals import NoKernelError, no_forward_mode
 
@@ -30,14 +29,13 @@ Spec = tuple[tuple[int, ...], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Pullback:
-    """A backward function with what its forward function saved, but for arrays.
+    """A backward function with the structure of what its forward function saved.
 
     Attributes:
         name: The operator's.
         token: Equal where ``backward`` does the same.
         backward: Takes what was saved and the gradient of the output; returns one for each operand, or None for zero.
         tree: The structure of what was saved.
-        kept: Its leaves that are no arrays, by number.
         output: The structure of the output, and its leaves.
         wanted: The operands that have a gradient: number, shape and dtype.
     """
@@ -46,7 +44,6 @@ class Pullback:
     token: Hashable
     backward: Callable[[Any, Any], Sequence[Any]] = dataclasses.field(compare=False)
     tree: Any
-    kept: tuple[tuple[int, Any], ...]
     output: tuple[Any, tuple[Spec, ...]]
     wanted: tuple[tuple[int, Spec], ...]
 
@@ -64,13 +61,8 @@ class Pullback:
         given = dict(zip(self.moving, cotangents, strict=True))
         still = jax.dtypes.float0
         leaves = [given[i] if i in given else np.zeros(s, still) for i, (s, _) in enumerate(self.output[1])]
-        found = self.backward(self._saved(saved), jax.tree.unflatten(self.output[0], leaves))
+        found = self.backward(jax.tree.unflatten(self.tree, saved), jax.tree.unflatten(self.output[0], leaves))
         return [jnp.zeros(*spec) if found[i] is None else found[i] for i, spec in self.wanted]
-
-    def _saved(self, arrays: Sequence[Any]) -> Any:
-        kept, rest = dict(self.kept), iter(arrays)
-        leaves = [kept[i] if i in kept else next(rest) for i in range(self.tree.num_leaves)]
-        return jax.tree.unflatten(self.tree, leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +98,7 @@ def with_derivative(
         name: The operator's.
         token: Equal where ``backward`` does the same.
         run: The function.
-        forward: Takes its operands, and returns the output and what ``backward`` needs.
+        forward: Takes its operands, and returns the output and what ``backward`` needs, a pytree of arrays.
         backward: Takes that and the gradient of the output, and returns one for each operand, or None for zero.
 
     Returns:
@@ -129,7 +121,6 @@ def with_derivative(
             token,
             backward,
             tree,
-            tuple((i, x) for i, x in enumerate(parts) if not is_operand(x)),
             (output, tuple((x.shape, x.dtype) for x in leaves)),
             tuple((i, (x.shape, x.dtype)) for i, x in enumerate(primals) if _is_inexact(x.dtype)),
         )
@@ -143,8 +134,7 @@ def with_derivative(
 def _push_through(pullback: Pullback, saved: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
     if not pullback.wanted:
         return [jnp.zeros(*spec) for spec in pullback.specs()]
-    arrays = [x for x in saved if is_operand(x)]
-    return _push.bind(*arrays, *[tangents[i] for i, _ in pullback.wanted], count=len(arrays), pullback=pullback)
+    return _push.bind(*saved, *[tangents[i] for i, _ in pullback.wanted], count=len(saved), pullback=pullback)
 
 
 def _is_inexact(dtype: Any) -> bool:

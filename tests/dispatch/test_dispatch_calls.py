@@ -123,7 +123,8 @@ def test_a_block_of_lazy_tensors_compiles_once() -> None:
 
 
 def test_a_kernel_for_lazy_tensors_runs_in_blocks_only() -> None:
-    op = operator(CPU=lambda x: x * 2, Lazy=lambda x: x * 7, AutogradLazy=(lambda x: (x * 7, ()), lambda _, g: (g * 5,)))
+    pair = (lambda x: (x * 7, ()), lambda _, g: (g * 5,))
+    op = operator(CPU=lambda x: x * 2, Lazy=lambda x: x * 7, AutogradLazy=pair)
     with lm.lazytensor.lazy():
         value, gradient = op(X), jax.grad(lambda x: op(x).sum())(X)
     same(value, X * 7)
@@ -235,10 +236,11 @@ def test_trees_keys_and_integers() -> None:
     def backward(saved: Any, g: Any) -> Any:
         return None, {"a": g["s"] * 7.0, "b": None}, None
 
+    tree, seed, count = {"a": jnp.ones(2) * 3.0, "b": jnp.ones(3)}, jax.random.key(1), jnp.arange(2)
+    want = jax.random.normal(seed, (2,)) * 3
     for key in ("Autograd", "AutogradCPU"):
-        op = operator(CPU=kernel, CUDA=kernel, **{key: (forward, backward)})
-        tree, seed, count = {"a": jnp.ones(2) * 3.0, "b": jnp.ones(3)}, jax.random.key(1), jnp.arange(2)
-        want = jax.random.normal(seed, (2,)) * 3
+        op = operator(CPU=kernel, CUDA=kernel)
+        op.register(key, (forward, backward))
         for wrap in (lambda f: f, jax.jit):
             same(wrap(op)(seed, tree, count), {"s": want, "n": jnp.arange(2) + 1})
             found = wrap(jax.grad(lambda t, op=op: op(seed, t, count)["s"].sum()))(tree)
@@ -266,7 +268,9 @@ def test_a_number_may_be_differentiated() -> None:
 @pytest.mark.parametrize("engine", ["plain", "jit", "vmap", "jit_vmap", "scan", "remat", "cond"])
 def test_the_meta_kernel_says_shapes_and_no_other_is_traced(engine: str) -> None:
     traced = []
-    op = operator(CPU=lambda x: (traced.append(1), jnp.tile(x, 2))[1], Meta=lambda x: jax.ShapeDtypeStruct((4,), x.dtype))
+    op = operator(
+        CPU=lambda x: (traced.append(1), jnp.tile(x, 2))[1], Meta=lambda x: jax.ShapeDtypeStruct((4,), x.dtype)
+    )
     single = op if "vmap" in engine or engine == "scan" else jax.vmap(op)
     out = jax.eval_shape(ENGINES[engine](lambda x: single(x)[..., :2]), jax.ShapeDtypeStruct((3, 2), jnp.bfloat16))
     assert (out.shape, out.dtype) == ((3, 2), jnp.bfloat16)
