@@ -66,7 +66,7 @@ def _dtype_of(*arrays: Any) -> Any:
 
 
 def _wide(x: Any, dtype: Any) -> Any:
-    return x.astype(jnp.promote_types(dtype, jnp.float32))
+    return x.astype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
 def _square(x: Any) -> Any:
