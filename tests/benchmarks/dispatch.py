@@ -52,7 +52,7 @@ def norms(kind: str) -> Functions:
     graph, state = nnx.split(cls(WIDTH, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
 
     def of_flax(x: Any, scale: Any) -> Any:
-        layer: Any = nnx.merge(graph, state)
+        layer: Any = nnx.merge(graph, jax.tree.map(lambda value: value, state))  # Variables of this trace
         layer.scale[...] = scale
         return layer(x)
 
