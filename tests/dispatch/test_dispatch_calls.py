@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 
 import lazymods as lm
+from lazymods import _compat
+from lazymods._compat import plain_peeling
 from lazymods.dispatch import Operator
 
 X = jnp.arange(6.0).reshape(3, 2) + 1.0
@@ -351,3 +353,16 @@ def test_threads_register_and_call() -> None:
         thread.join()
     assert set(found) <= {5.0, 2.0} and len(found) == 60
     assert float(jax.jit(lambda x: op(x))(jnp.float32(1.0))) == 2
+
+
+def test_without_the_private_names_of_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An operator in jax.grad or jax.vmap is compiled at each call then."""
+    for name in ("runs_at_once", "base_trace", "base_value"):
+        monkeypatch.setattr(_compat, name, getattr(plain_peeling, name))
+    for kernels in (PAIRS["for one"], PAIRS["with shapes"]):
+        op = operator(**kernels)
+        same([op(X), jax.vmap(op)(X), jax.jit(op)(X)], [X**3] * 3)
+        same(jax.grad(lambda x, op=op: op(x).sum())(X), 100 * X)
+        same(jax.vmap(jax.grad(lambda x, op=op: op(x).sum()))(X), 100 * X)
+    with pytest.raises(lm.dispatch.NoKernelError):
+        jax.vmap(operator(FPGA=lambda x: x))(X)
