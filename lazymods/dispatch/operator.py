@@ -9,10 +9,13 @@ from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 import jax
+from flax import nnx
+from jax.core import Tracer
 
 from lazymods.dispatch import table
 from lazymods.dispatch.arguments import split
 from lazymods.dispatch.call import Call, slots
+from lazymods.dispatch.holdings import held
 from lazymods.dispatch.keys import EXPLICIT, IMPLICIT, KEYS, is_pair
 from lazymods.dispatch.places import in_lazy_block, is_auto_mesh, key_here, platform_key
 from lazymods.dispatch.primitives import Program, shaped
@@ -169,15 +172,31 @@ class Operator:
         operands, layout = split(self.name, args, kwargs)
         call = Call(self.name, MappingProxyType(self._kernels), layout, slots(operands))
         key = platform_key(operands)
+        holding = list(held(call.kernels.values()))
+        _refuse_held(call, holding, compiled=key is None)
         if key is not None:
             return on_platform(call, key)(*operands)
         self._traced = True
         if "Lazy" in call.kernels and in_lazy_block():
             return on_platform(call, "Lazy")(*operands)
-        if call.meta is not None and is_auto_mesh():
+        if not holding and call.meta is not None and is_auto_mesh():
             leaves = shaped(_Compiled(self.__name__, call), operands, call.meta.leaves())
             return jax.tree.unflatten(jax.tree.structure(call.meta.shapes), leaves)
         return _compiled(self.__name__, call)(*operands)
+
+
+def _refuse_held(call: Call, holding: Sequence[Any], compiled: bool) -> None:
+    """Refuse what kernels hold beside their arguments, where it would be an old value or have no gradient."""
+    registered = f"registered: {names(call.kernels)}"
+    if any(map(is_pair, call.kernels)) and any(isinstance(x, Tracer) for x in holding):
+        what = f"kernels with a pair for their derivative, which hold a traced value in a closure; {registered}"
+        needed = "kernels of their arguments alone: no gradient would come to that value"
+        raise refused(call.name, what, needed, "the value as one more argument of the operator")
+    node = next((x for x in holding if isinstance(x, (nnx.Pytree, nnx.Variable))), None)
+    if compiled and node is not None:
+        what = f"a kernel that holds a {type(node).__name__}, in a program that is compiled; {registered}"
+        needed = "kernels of their arguments alone: the program would go on with the parameters of now"
+        raise refused(call.name, what, needed, "the parameters as arguments of the operator")
 
 
 def _compiled(name: str, call: Call) -> Callable[..., Any]:

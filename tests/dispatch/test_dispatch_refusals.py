@@ -210,3 +210,28 @@ def test_use_of_what_is_not_there(what: str, says: str) -> None:
 def test_the_errors_are_lazy_errors() -> None:
     assert issubclass(RegistrationError, lm.LazyError) and issubclass(RegistrationError, ValueError)
     assert issubclass(NoKernelError, lm.LazyError) and issubclass(NoKernelError, NotImplementedError)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_a_traced_value_in_a_closure_has_a_gradient_or_is_refused(wrap: Any) -> None:
+    def loss(w: Any, **more: Any) -> Any:
+        return operator("closed", CPU=lambda x: x @ w, CUDA=lambda x: x @ w, **more)(X).sum()
+
+    w = jnp.ones((2, 2))
+    want = jax.grad(lambda w: (X @ w).sum())(w)
+    for more in ({}, {"Meta": lambda x: x}):
+        assert (wrap(jax.grad(lambda w, more=more: loss(w, **more)))(w) == want).all()
+    pair = (lambda x: (x @ w, x), lambda x, g: (g @ w.T,))
+    text = text_of(RegistrationError, lambda: wrap(jax.grad(lambda w: loss(w, Autograd=pair)))(w))
+    assert "hold a traced value in a closure; registered: CPU, CUDA, Autograd" in text
+
+
+def test_a_model_that_a_kernel_holds_is_refused_where_it_would_be_an_old_one() -> None:
+    layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    op = operator("model", CPU=lambda x: layer(x), CUDA=lambda x: layer(x))
+    for factor in (2.0, 3.0):
+        layer.kernel[...] *= factor
+        assert (op(X) == layer(X)).all() and (jax.vmap(op)(X) == jax.vmap(layer)(X)).all()
+        for wrap in (jax.jit, lm.jit, nnx.jit):
+            text = text_of(RegistrationError, lambda w=wrap: w(lambda x: op(x))(X))
+            assert "a kernel that holds a Linear, in a program that is compiled; registered: CPU, CUDA" in text
