@@ -3,7 +3,8 @@
 ``keys`` names the keys, ``table`` computes which kernel runs for which, ``operator`` registers and calls; ``arguments``
 takes a call apart, ``call`` is one without its arrays, ``places`` says where it runs, ``programs`` makes it a function
 of arrays, ``gradient`` gives it the derivative of a pair, ``primitives`` are the operations that JAX lacks for that.
-``holdings`` looks at what kernels hold beside their arguments. ``attention`` and ``layers`` are operators that come with the package, and ``using`` puts one into a model.
+``holdings`` looks at what kernels hold beside their arguments. ``attention`` and ``layers`` are operators that come
+with the package, and ``using`` puts one into a model.
 """
 
 from lazymods.dispatch.attention import attention_fn as attention_fn
