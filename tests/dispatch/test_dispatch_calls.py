@@ -1,6 +1,7 @@
 """Calling an operator, in every engine: the values are those of the kernel of the platform, by plain jax.numpy."""
 
 import threading
+import types
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from flax import nnx
 import lazymods as lm
 from lazymods import _compat
 from lazymods._compat import plain_peeling
-from lazymods.dispatch import Operator
+from lazymods.dispatch import Operator, places
 
 X = jnp.arange(6.0).reshape(3, 2) + 1.0
 
@@ -353,6 +354,15 @@ def test_threads_register_and_call() -> None:
         thread.join()
     assert set(found) <= {5.0, 2.0} and len(found) == 60
     assert float(jax.jit(lambda x: op(x))(jnp.float32(1.0))) == 2
+
+
+def test_platforms_of_devices() -> None:
+    """What is asked of a device: JAX calls those of CUDA and of ROCm gpu."""
+    told = {"cpu": "CPU", "tpu": "TPU", "metal": "FPGA", "gpu cuda 12080": "CUDA", "gpu rocm 60200": "FPGA"}
+    for text, key in told.items():
+        platform, _, version = text.partition(" ")
+        device = types.SimpleNamespace(platform=platform, client=types.SimpleNamespace(platform_version=version))
+        assert places._key_of.__wrapped__(device) == key
 
 
 def test_without_the_private_names_of_traces(monkeypatch: pytest.MonkeyPatch) -> None:
