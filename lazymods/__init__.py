@@ -25,6 +25,7 @@ from lazymods.nn import *  # noqa: F403  the names of lazymods.nn are public her
 
 if TYPE_CHECKING:
     from lazymods import autograd as autograd
+    from lazymods import dispatch as dispatch
     from lazymods import lazytensor as lazytensor
     from lazymods import nn as nn
     from lazymods._counts import metrics as metrics
@@ -103,7 +104,7 @@ _ON_FIRST_USE = {
 }
 
 
-_PARTS = ("autograd", "lazytensor")  # imported when they are first used, as modules
+_PARTS = ("autograd", "dispatch", "lazytensor")  # imported when they are first used, as modules
 
 
 if not TYPE_CHECKING:  # to a type checker, a name that is missing is an error

@@ -125,3 +125,11 @@ def test_compiled_training(capsys: pytest.CaptureFixture[str]):
     assert accuracy > 0.9
     assert counts == {"traces": 2, "cache_hits": 8 * 22 - 1}  # train_step, and predict in another mode and shape
     assert "lm.jit traced Net:" in capsys.readouterr().out
+
+
+def test_own_kernel(capsys: pytest.CaptureFixture[str]):
+    table, accuracy = load("own_kernel").main()
+    assert table["CPU"].key == "CPU"
+    assert table["CUDA"].key == table["AutogradCUDA"].key == "CompositeImplicitAutograd"
+    assert accuracy > 0.9
+    assert "AutogradCPU    [backend fallback]" in capsys.readouterr().out

@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from lazymods._compat.objects import set_class as set_class
     from lazymods._compat.objects import set_data_names as set_data_names
     from lazymods._compat.objects import share_data_names as share_data_names
+    from lazymods._compat.peeling import base_trace as base_trace
+    from lazymods._compat.peeling import base_value as base_value
+    from lazymods._compat.peeling import runs_at_once as runs_at_once
     from lazymods._compat.placing import device_put as device_put
     from lazymods._compat.placing import put as put
     from lazymods._compat.traces import are_concrete as are_concrete
@@ -86,6 +89,7 @@ _FUNCTIONS = {
     "objects": "NODES REFERENCES STATE check_without data_names declared_names forget_data_name inherit_data_names "
     "is_pytree laid_out_as make_quietly mapping_of_names names_of new_object new_state own_name put_in_front "
     "set_attributes set_class set_data_names share_data_names",
+    "peeling": "base_trace base_value runs_at_once",
     "placing": "device_put put",
     "traces": "are_concrete asked_for_gradient counted dtype_of eval_trace home_trace is_tracer plain_device "
     "threefry_dtype weak",
@@ -96,6 +100,7 @@ _PLACES = {name: module for module, names in _FUNCTIONS.items() for name in name
 _TWINS = {  # and what it does
     "abstract": ("plain_abstract", "jax.eval_shape, and Flax's own initializers one by one"),
     "fast_traces": ("traces", "public functions of jax.extend.core"),
+    "peeling": ("plain_peeling", "compiling an operator at each call in jax.grad or jax.vmap outside of jax.jit"),
     "placing": ("plain_placing", "jax.device_put"),
     "transforms": ("any_transform", "materialize before a transform"),
 }
@@ -106,6 +111,7 @@ _FEATURES = {
     "fast_traces": "the first call of a layer",
     "grad_modes": "switching gradients off in lm.autograd",
     "jit": "lm.jit",
+    "peeling": "lm.dispatch",
     "placing": "bringing arrays to a device",
     "saving": "lm.autograd.saved_tensors_hooks",
     "subclasses": "lm.jit and lm.lazytensor",
