@@ -11,11 +11,13 @@ Each process has a folder of its own, below ``LAZYMODS_TEST_PROGRAMS`` if that i
 
 import atexit
 import collections
+import contextlib
 import gc
 import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "LAZYMODS_TEST_PROGRAMS" not in os.environ:  # workers are children of this process, and find it there
@@ -62,6 +64,18 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or nextitem.path != item.path:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where there is a GPU, compare gradients without its short products, and call kernels that are for a CPU."""
+    folder = request.path.parent.name if jax.default_backend() != "cpu" else ""
+    with contextlib.ExitStack() as stack:
+        if folder in ("autograd", "dispatch"):
+            stack.enter_context(jax.default_matmul_precision("highest"))
+        if folder == "dispatch":
+            stack.enter_context(jax.default_device(jax.devices("cpu")[0]))
+        yield
 
 
 def sample(count: int, most: int) -> range:

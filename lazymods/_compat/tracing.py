@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax._src import api_util, checkify, config, core, hijax, literals, pjit
+from jax._src import api_util, checkify, config, core, dispatch, hijax, literals, pjit
 from jax._src.array import ArrayImpl
 from jax._src.config import eager_constant_folding
 from jax._src.interpreters import ad, batching, pxla
@@ -382,6 +382,21 @@ def public_errors() -> Iterator[None]:
     except api_util.InternalFloatingPointError as error:
         name = error.name.removeprefix("jit(").removesuffix(")")
         raise FloatingPointError(f"invalid value ({error.ty}) encountered in {name}") from None
+
+
+def waited(outputs: Any) -> Any:
+    """Wait for a program that calls Python, and return its outputs; raise what a Python function raised.
+
+    A GPU tells of that after the call. Whoever waits for effects later, as Python does at its end, would be told a
+    second time, so they are forgotten (``dispatch.runtime_tokens``).
+    """
+    try:
+        jax.block_until_ready(outputs)
+        jax.effects_barrier()
+    except Exception:
+        dispatch.runtime_tokens.clear()
+        raise
+    return outputs
 
 
 def register(cls: type[Recorded]) -> None:

@@ -264,8 +264,18 @@ _shared: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
 
 def compiled(structure: Structure, results: Sequence[int]) -> Any:
-    """Return a jitted function: the same for the same structure and results, as long as anyone holds it."""
+    """Return a jitted function: the same for the same structure and results, as long as anyone holds it.
+
+    One that calls Python waits for its results: if that fails while the program runs, they have no values.
+    """
     function = _shared.get((structure, results))
     if function is None:
-        function = _shared.setdefault((structure, results), jax.jit(structure.function(results)))
+        function = jax.jit(structure.function(results))
+        if structure.calls(results):
+            function = functools.partial(_run_and_wait, function)
+        function = _shared.setdefault((structure, results), function)
     return function
+
+
+def _run_and_wait(function: Any, arrays: Sequence[Any], packs: Sequence[Any]) -> Any:
+    return tracing.waited(function(arrays, packs))

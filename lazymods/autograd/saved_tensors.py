@@ -217,7 +217,7 @@ def save_as(dtype: Any) -> Block:
         >>> lm.autograd.saved_bytes(loss, jnp.zeros(1000)).total
         2000
     """
-    if not _is_float(dtype):
+    if dtype is None or not _is_float(dtype):  # numpy takes None for float64
         needed = "a dtype of floats: what is kept is rounded to it"
         raise ArgumentError(Problem("lm.autograd.save_as", f"{dtype!r}", needed, "lm.autograd.save_as(jnp.bfloat16)"))
     narrow = jnp.dtype(dtype)

@@ -96,6 +96,8 @@ class Program:
         at: By number of a body's target that it takes: the number of that target in every call for which the program
             is kept.
         ran: Whether it ran, and so is compiled.
+        calls_python: Whether it calls Python functions while it runs. They may raise when it has been started: it is
+            waited for, and nothing is donated to it, so that the state is as before.
         can_be_kept: Whether it depends on nothing but its leaves and constants: no tracer of a trace around it.
     """
 
@@ -107,6 +109,7 @@ class Program:
         self.at: dict[int, int] = {target: n for n, target in enumerate(takes)}
         self.ran = False
         self.can_be_kept: bool = not any(map(_compat.is_tracer, tape.constants))
+        self.calls_python: bool = inside.jaxpr_calls_python(tape.jaxpr)
         self._traced: Any = None
         self._mark: Any = None
         self._twins: Sequence[tuple[int, int]] = ()
@@ -121,7 +124,7 @@ class Program:
             self.launch = self._launch_donating
             kinds = [(v.aval.shape, v.aval.dtype) for v in tape.invars]
             self._twins = [(a, d) for a in range(inputs - len(takes)) for d in donate if kinds[a] == kinds[d]]
-        elif inside.jaxpr_calls_python(tape.jaxpr):
+        elif self.calls_python:
             self.launch = self._launch_and_wait
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[Effects, Sequence[Any]]:
@@ -140,7 +143,7 @@ class Program:
 
     def _launch_and_wait(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Run it; raise what a Python function raises that it calls, before its outputs are written anywhere."""
-        return jax.block_until_ready(self._run(leaves))
+        return tracing.waited(self._run(leaves))
 
     def _launch_donating(self, leaves: Sequence[Any]) -> Sequence[Any]:
         if self._mark is not _compat_jit.Watch.mark:  # else the leaves to donate are what a program returned

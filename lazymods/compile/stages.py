@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from lazymods._compat import jit as _compat_jit
+from lazymods._compat import tracing
 from lazymods._errors import NOT_TRACEABLE, Problem
 from lazymods._objects.copies import Copies
 from lazymods._objects.tokens import TokenKind, kind_of
@@ -289,6 +290,8 @@ class _Target:
                 raise _other_structure(self._function.name)
             plan, record = CallPlan(self._program, call), self._program.record
             outputs = compiled(*self._program.arranged(plan.leaves(list(call.values)))[1])
+            if self._program.calls_python:
+                tracing.waited(outputs)
             out = self._function.replay(record, outputs, call, plan)
             if record.only_sorts and len(self._keys) == 1:  # so the next call finds the attributes in the same order
                 self._keys.add(self._function.bind(args, kwargs)[1].key)

@@ -102,8 +102,6 @@ def _execute(graph: Graph, held: Callable[[], list[Cell]], trace: Any, settings:
         arrays, packs = [cell.value for cell in graph.inputs], graph.packs()
         with contextlib.nullcontext() if settings is tracing.settings() else settings.restored():
             values = function(arrays, packs)
-        if entry.calls_python:  # which may fail while the program runs: then none of its results has a value
-            jax.block_until_ready(values)
     metrics.took("Execute" if known else "Compile", time.perf_counter() - start)
     with _LOCK:
         entry.functions[results] = function
@@ -118,11 +116,10 @@ def _execute(graph: Graph, held: Callable[[], list[Cell]], trace: Any, settings:
 class _Entry:
     """The programs of one structure, by the results that they give."""
 
-    __slots__ = ("_collected", "calls_python", "functions", "structure")
+    __slots__ = ("_collected", "functions", "structure")
 
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
-        self.calls_python = any(kind.calls_python for kind, *_ in structure.lines.parts)
         self.functions: dict[tuple[int, ...], Any] = {}
         self._collected = 0
 

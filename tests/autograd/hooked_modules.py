@@ -1,5 +1,6 @@
 """Modules with backward hooks for tests: what they are called with, and the transforms that they run under."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -81,9 +82,9 @@ CASES = {
 
 def ours(case: Case, transform: Callable[[Any], Any], module: Any = None) -> tuple[list[Any], Any]:
     """Return what hooks see here, and the gradients of the weight and the arguments."""
-    module, seen = module or Ours(case.fn), []
-    ag.register_full_backward_pre_hook(module, lambda m, go: record(seen, go))
-    ag.register_full_backward_hook(module, lambda m, gi, go: record(seen, gi, go))
+    module, numbered, numbers = module or Ours(case.fn), [], itertools.count()
+    ag.register_full_backward_pre_hook(module, lambda m, go: record(numbered, np.int32(next(numbers)), go))
+    ag.register_full_backward_hook(module, lambda m, gi, go: record(numbered, np.int32(next(numbers)), gi, go))
     args = [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in case.args]
     kwargs = {k: jnp.asarray(v) for k, v in case.kwargs.items()}
 
@@ -94,7 +95,8 @@ def ours(case: Case, transform: Callable[[Any], Any], module: Any = None) -> tup
     found = transform(loss)(module, *[args[i] for i in case.wrt])
     found = jax.tree.leaves(found)
     jax.effects_barrier()
-    return seen, found
+    numbered.sort(key=lambda values: int(values[0]))  # a GPU calls back in any order
+    return [values[1:] for values in numbered], found
 
 
 def wrt_all(loss: Any) -> Any:
