@@ -29,7 +29,7 @@ from jax.extend.core import Primitive, set_current_trace
 from lazymods._compat.abstract import OperationByOperation
 from lazymods._compat.fast_traces import current_trace
 from lazymods._compat.finding import require
-from lazymods._compat.marked_jaxprs import INFERENCE_OFF, ON, marks_of, stopped_params
+from lazymods._compat.marked_jaxprs import INFERENCE_OFF, ON, forwarded, marks_of, stopped_params
 from lazymods._compat.traces import EVAL
 from lazymods._compat.worlds import same_world
 
@@ -112,11 +112,16 @@ class GradModeTrace(OperationByOperation):
             return bind(tracers, stopped_params(params, self._marks_that_count))
         out = bind([self._constant(x) for x in tracers], params)
         plain = all(isinstance(jax.typeof(x), ShapedArray) for x in tracers)
-        made = out if primitive.multiple_results else [out]
+        made = list(out) if primitive.multiple_results else [out]
         if not plain:  # what is read from a reference
             made = [self._constant(x) for x in made]
         for x in made:
             self._note(x)
+        passed_on = forwarded(primitive, params)
+        if primitive is jax.lax.convert_element_type_p and jax.typeof(made[0]) == jax.typeof(tracers[0]):
+            passed_on = {0: 0}  # as in a compiled function, where JAX leaves it out
+        for result, operand in passed_on.items():
+            made[result] = tracers[operand]
         return made if primitive.multiple_results else made[0]
 
     def process_call(self, primitive: Any, fun: Any, tracers: Any, params: dict[str, Any], /) -> Any:

@@ -30,7 +30,10 @@ _BODIES = frozenset(
     ("jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "checkpoint", "remat2", "shard_map")
 )
 
+_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"))  # the operands are the inputs
+
 _marks: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+_forwarded: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 _stopped: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -39,6 +42,24 @@ def marks_of(primitive: Any, params: dict[str, Any]) -> frozenset[str]:
     if primitive.name not in _BODIES:
         return frozenset()
     return frozenset().union(*map(_marks_in, _jaxprs(params)))
+
+
+def forwarded(primitive: Any, params: dict[str, Any]) -> dict[int, int]:
+    """Return which results of an operation are operands of it that it only passes on, both by number."""
+    if primitive.name not in _CALLS:
+        return {}
+    (jaxpr,) = _jaxprs(params)
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    if inner not in _forwarded:
+        inputs = {variable: number for number, variable in enumerate(inner.invars)}
+        for equation in inner.eqns:
+            for result, operand in forwarded(equation.primitive, equation.params).items():
+                source = equation.invars[operand]
+                if not isinstance(source, Literal) and source in inputs:
+                    inputs[equation.outvars[result]] = inputs[source]
+        results = [(n, v) for n, v in enumerate(inner.outvars) if not isinstance(v, Literal) and v in inputs]
+        _forwarded[inner] = {number: inputs[variable] for number, variable in results}
+    return _forwarded[inner]
 
 
 def stopped_params(params: dict[str, Any], marks: frozenset[str]) -> dict[str, Any]:
@@ -86,7 +107,8 @@ def _with_stops(jaxpr: Any, marks: frozenset[str]) -> Any:
     kept = _stopped.setdefault(jaxpr, {})
     if marks not in kept:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
-        new = inner.replace(eqns=_Rewriting(marks).rewritten(inner.eqns))
+        rewriting = _Rewriting(marks)
+        new = inner.replace(eqns=rewriting.rewritten(inner.eqns), outvars=rewriting.sources(inner.outvars))
         kept[marks] = new if inner is jaxpr else jaxpr.replace(jaxpr=new)
     return kept[marks]
 
@@ -99,10 +121,16 @@ class _Rewriting:
         self._equations: list[Any] = []
         self._constants: set[Any] = set()  # variables
         self._stopped: dict[Any, Any] = {}
+        self._passed_on: dict[Any, Any] = {}  # what a call passed on, by its result
+
+    def sources(self, variables: Sequence[Any]) -> list[Any]:
+        """Return variables, and instead of those that a call only passed on what it was given."""
+        return [v if isinstance(v, Literal) else self._passed_on.get(v, v) for v in variables]
 
     def rewritten(self, equations: Sequence[Any]) -> list[Any]:
         """Return the equations that take the place of others."""
         for equation in equations:
+            equation = equation.replace(invars=self.sources(equation.invars))
             if _marks_on(equation) & self._marks:
                 self._equations.append(equation)
             elif marks_of(equation.primitive, equation.params) & self._marks:
@@ -121,6 +149,8 @@ class _Rewriting:
             for before, after in zip(made, equation.outvars, strict=True):
                 self._equations.append(_stop_gradient(before, after))
         self._constants.update(equation.outvars)
+        for result, operand in forwarded(equation.primitive, equation.params).items():
+            self._passed_on[equation.outvars[result]] = equation.invars[operand]
 
     def _constant(self, variable: Any) -> Any:
         aval = variable.aval

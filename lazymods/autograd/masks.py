@@ -25,6 +25,7 @@ def safe_where(mask: Any, fn: Callable[..., Any], *args: Any, fill: Any = 0.0) -
     Where ``mask`` is False, ``fn`` gets the arguments of the first element where it is True instead, and nothing is
     differentiated. So masked elements get the gradient 0, and ``fn`` is never called where it is not finite, unless
     ``mask`` is False everywhere; then what ``fn`` closes over has a gradient of ``nan`` if ``fn`` is not finite at 0.
+    An array that ``fn`` closes over it sees as it is, masked elements too: pass it as an argument.
 
     Args:
         mask: Where to use ``fn``; a bool array, or what broadcasts with the arguments.

@@ -34,6 +34,11 @@ def refuse_argnums(where: str, argnums: Any) -> None:
         needed = "the number of an argument, from 0, an nnx.DiffState, or a tuple of these"
         write = "argnums=0, argnums=(0, 1), or argnums=nnx.DiffState(0, nnx.Param)"
         raise ArgumentError(Problem(f"{where}: argnums", describe(wrong[0]), needed, write))
+    numbers = [a.argnum if isinstance(a, nnx.DiffState) else a for a in places]
+    twice = next((number for number in numbers if numbers.count(number) > 1), None)
+    if twice is not None:
+        got, needed = f"{argnums!r}, with {twice} twice", "each argument once"
+        raise ArgumentError(Problem(f"{where}: argnums", got, needed, "argnums=0, or argnums=(0, 1)"))
 
 
 def refuse_arguments(where: str, argnums: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -129,6 +134,11 @@ def returning_scalar(where: str, fn: Callable[..., Any], has_aux: bool) -> Calla
             needed, write = "a pair, since has_aux=True: the scalar, and what else there is", "return loss, aux"
             raise ArgumentError(Problem(f"{where}: what fn returned", describe(out), needed, write))
         value = out[0] if has_aux else out
+        if not hasattr(value, "dtype") and not isinstance(value, (bool, int, float, complex, type(None))):
+            needed, write = "one real number: its gradient is what is asked for", "return loss"
+            if isinstance(value, (tuple, list)) and not has_aux:
+                write += ", or has_aux=True for the pair of it and what else there is"
+            raise ArgumentError(Problem(f"{where}: what fn returned", describe(value), needed, write))
         if np.shape(value) != () or jnp.iscomplexobj(value) or not _is_inexact(value):
             needed = "one real number: its gradient is what is asked for"
             raise ArgumentError(Problem(f"{where}: what fn returned", describe(value), needed, _line(value)))

@@ -40,14 +40,14 @@ def _layer_norm(x: Any, scale: Any = None, bias: Any = None, epsilon: float = 1e
     wide = _wide(x, dtype)
     mean = wide.mean(-1, keepdims=True)
     variance = jnp.maximum(0.0, _square(wide).mean(-1, keepdims=True) - _square(mean))
-    return _scaled((wide - mean) * jax.lax.rsqrt(variance + epsilon), scale, bias, dtype)
+    return _scaled(wide - mean, jax.lax.rsqrt(variance + epsilon), scale, bias, dtype)
 
 
 @rms_norm.register("CompositeImplicitAutograd")
 def _rms_norm(x: Any, scale: Any = None, epsilon: float = 1e-6) -> Any:
     dtype = _dtype_of(x, scale)
     wide = _wide(x, dtype)
-    return _scaled(wide * jax.lax.rsqrt(_square(wide).mean(-1, keepdims=True) + epsilon), scale, None, dtype)
+    return _scaled(wide, jax.lax.rsqrt(_square(wide).mean(-1, keepdims=True) + epsilon), scale, None, dtype)
 
 
 @linear_activation.register("CompositeImplicitAutograd")
@@ -62,7 +62,9 @@ def _linear_activation(x: Any, kernel: Any, bias: Any = None, activation: str | 
 
 
 def _dtype_of(*arrays: Any) -> Any:
-    return jnp.result_type(*[x for x in arrays if x is not None])
+    """Return the dtype of the output: that of the arrays together; float32 for integers, as Flax's layers do."""
+    dtype = jnp.result_type(*[x for x in arrays if x is not None])
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.float32
 
 
 def _wide(x: Any, dtype: Any) -> Any:
@@ -73,9 +75,11 @@ def _square(x: Any) -> Any:
     return jax.lax.real(x * x.conj()) if jnp.iscomplexobj(x) else x * x
 
 
-def _scaled(x: Any, scale: Any, bias: Any, dtype: Any) -> Any:
+def _scaled(x: Any, factor: Any, scale: Any, bias: Any, dtype: Any) -> Any:
+    """Multiply in the order of Flax's layers."""
     if scale is not None:
-        x = x * _last(scale.astype(x.dtype), x)
+        factor = factor * _last(scale.astype(x.dtype), x)
+    x = x * factor
     if bias is not None:
         x = x + _last(bias.astype(x.dtype), x)
     return x.astype(dtype)

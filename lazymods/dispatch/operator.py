@@ -177,7 +177,7 @@ class Operator:
         if key is not None:
             return on_platform(call, key)(*operands)
         self._traced = True
-        if "Lazy" in call.kernels and in_lazy_block():
+        if not call.kernels.keys().isdisjoint(("Lazy", "AutogradLazy")) and in_lazy_block():
             return on_platform(call, "Lazy")(*operands)
         if not holding and call.meta is not None and is_auto_mesh():
             leaves = shaped(_Compiled(self.__name__, call), operands, call.meta.leaves())

@@ -188,3 +188,21 @@ def test_a_flag_that_is_none_is_refused(flag: Any) -> None:
         f"lm.autograd.requires_grad_: flag\n  got:    {flag!r}\n"
         "  needed: True, to train the parameters, or False\n  write:  lm.autograd.requires_grad_(model, False)"
     )
+
+
+@pytest.mark.parametrize(
+    "fn, argnums, got",
+    [
+        (lambda x: (x.sum(), 1), 0, "tuple"),
+        (lambda x: [x.sum()], 0, "list"),
+        (lambda x: {"loss": x.sum()}, 0, "dict"),
+        (lambda x: x.sum(), (0, 0), "(0, 0), with 0 twice"),
+        (lambda x: x.sum(), (0, nnx.DiffState(0, nnx.Param)), "with 0 twice"),
+    ],
+)
+@pytest.mark.parametrize("ask", [lm.autograd.grad, lm.autograd.value_and_grad])
+def test_what_is_no_number_and_what_is_asked_for_twice(ask: Any, fn: Any, argnums: Any, got: str) -> None:
+    with pytest.raises(lm.ArgumentError) as caught:
+        ask(fn, argnums=argnums)(jnp.ones(3))
+    (problem,) = caught.value.problems
+    assert got in problem.got

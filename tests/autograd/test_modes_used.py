@@ -268,3 +268,81 @@ def test_what_cannot_be_decorated_is_refused() -> None:
         "  needed: a function: of a class it would be the construction that runs in the mode\n"
         "  write:  @lm.autograd.inference_mode(False) above the methods that are to run in it"
     )
+
+
+# ---------------------------------------------------------------- what is only passed on
+
+
+class Two(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.used, self.other = nnx.Linear(2, 2, rngs=rngs), nnx.Linear(2, 2, rngs=rngs)
+
+
+@pytest.mark.parametrize("wrap", [nnx.jit, nnx.remat, ag.recompute, lm.jit, lambda f: f])
+@pytest.mark.parametrize("outer", [lambda f: f, nnx.jit, lm.jit], ids=["plain", "nnx.jit", "lm.jit"])
+def test_parameters_that_a_call_only_passes_on_keep_their_gradient(wrap: Any, outer: Any) -> None:
+    x = jnp.array([[1.0, 2.0], [3.0, -1.0]])
+    target = wrap(lambda model, x: model.used(x))
+
+    def loss(model: Any) -> Any:
+        with ag.no_grad():
+            y = target(model, x)
+        return (model.other(y) ** 2).sum()
+
+    def by_hand(model: Any) -> Any:
+        return (model.other(jax.lax.stop_gradient(model.used(x))) ** 2).sum()
+
+    got, want = outer(nnx.grad(loss))(Two()), nnx.grad(by_hand)(Two())
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+PASSING = {
+    "jit": jax.jit(lambda x: (jnp.sin(x), x)),
+    "nested": jax.jit(lambda x: (jnp.sin(x), jax.jit(lambda y: (y * 2, y))(x)[1])),
+    "checkpoint": jax.checkpoint(lambda x: (jnp.sin(x), x)),
+    "recompute": ag.recompute(lambda x: (jnp.sin(x), x)),
+    "asarray": lambda x: (jnp.sin(x), jnp.asarray(x)),
+    "astype": lambda x: (jnp.sin(x), x.astype(x.dtype)),
+    "nothing": lambda x: (jnp.sin(x), x),
+}
+
+
+@pytest.mark.parametrize("run", ["grad", "jit of grad", "grad of jit", "jacfwd", "lm.jit"])
+@pytest.mark.parametrize("name", PASSING)
+def test_a_value_that_is_only_passed_on_keeps_its_gradient(name: str, run: str) -> None:
+    def f(x: Any) -> Any:
+        with ag.no_grad():
+            made, kept = PASSING[name](x)
+        return (made * kept).sum()
+
+    runs: dict[str, Any] = {
+        "grad": jax.grad(f),
+        "jit of grad": jax.jit(jax.grad(f)),
+        "grad of jit": jax.grad(jax.jit(f)),
+        "jacfwd": jax.jacfwd(f),
+        "lm.jit": lm.jit(jax.grad(f)),
+    }
+    x = jnp.array([0.5, 2.0])
+    np.testing.assert_allclose(runs[run](x), np.sin([0.5, 2.0]), rtol=1e-6)
+
+
+def test_so_does_one_beside_operations_that_are_switched_on() -> None:
+    inner = jax.jit(lambda x: (x * 2, x))
+
+    @jax.jit
+    def mixed(x: Any) -> Any:
+        doubled, kept = inner(x)
+        with ag.enable_grad():
+            cubed = kept**3
+        return doubled, kept, cubed
+
+    def f(x: Any) -> Any:
+        with ag.no_grad():
+            doubled, kept, cubed = mixed(x)
+        return (doubled + 10 * kept + cubed).sum()
+
+    x = jnp.array([0.5, 2.0])
+    for run in (jax.grad(f), jax.jit(jax.grad(f)), jax.grad(jax.jit(f))):
+        np.testing.assert_allclose(run(x), 10 + 3 * np.array([0.25, 4.0]), rtol=1e-6)

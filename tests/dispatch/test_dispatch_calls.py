@@ -135,6 +135,16 @@ def test_a_kernel_for_lazy_tensors_runs_in_blocks_only() -> None:
     same([op(X), jax.jit(op)(X), jax.grad(lambda x: op(x).sum())(X)], [X * 2, X * 2, jnp.full_like(X, 2)])
 
 
+def test_a_derivative_for_lazy_tensors_runs_in_blocks_only() -> None:
+    pair = (lambda x: (x * 2, ()), lambda _, g: (g * 5,))
+    op = operator(CompositeImplicitAutograd=lambda x: x * 2, AutogradLazy=pair)
+    with lm.lazytensor.lazy():
+        value, gradient = op(X), jax.grad(lambda x: op(x).sum())(X)
+    same(value, X * 2)
+    same(gradient, jnp.full_like(X, 5))
+    same([op(X), jax.grad(lambda x: op(x).sum())(X)], [X * 2, jnp.full_like(X, 2)])
+
+
 def decides(op: Operator) -> Any:
     def function(x: Any) -> Any:
         return op(x) if op(x).sum() > 0 else x

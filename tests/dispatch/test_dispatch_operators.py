@@ -206,3 +206,20 @@ def test_a_linear_layer_and_its_activation() -> None:
     close(jax.jit(lambda *a: op(*a, activation=jnp.tanh))(x, kernel), jnp.tanh(x @ kernel))
     with pytest.raises(lm.dispatch.RegistrationError, match=r"(?s)activation='gellu'.*jax\.nn"):
         op(x, kernel, activation="gellu")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["bare", "scaled"])
+def test_norms_are_those_of_flax_to_the_bit(dtype: str, scaled: bool) -> None:
+    x = jnp.arange(24).reshape(4, 6).astype(dtype)
+    wide = "float32" if dtype == "int32" else dtype
+    layer: Any = nnx.LayerNorm(6, use_scale=scaled, use_bias=scaled, param_dtype=wide, rngs=nnx.Rngs(0))
+    root: Any = nnx.RMSNorm(6, use_scale=scaled, param_dtype=wide, rngs=nnx.Rngs(0))
+    scale = jnp.linspace(0.5, 2.0, 6).astype(wide) if scaled else None
+    if scaled:
+        layer.scale[...] = root.scale[...] = scale
+    bias = jnp.zeros(6, wide) if scaled else None
+    pairs = ((lm.dispatch.layer_norm(x, scale, bias), layer(x)), (lm.dispatch.rms_norm(x, scale), root(x)))
+    for got, want in pairs:
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
