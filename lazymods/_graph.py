@@ -186,9 +186,12 @@ MISSING = object()  # what get_child and at return where there is nothing
 
 
 def get_child(holder: Any, key: Any) -> Any:
-    """What an nnx object or container holds at a key of :func:`children`, or MISSING."""
+    """What an nnx object or container holds at a key of :func:`children`, or MISSING.
+
+    An ``nnx.List`` has attributes such as ``"0"``, and keys such as 0 in states.
+    """
     if isinstance(holder, nnx.Pytree):
-        return vars(holder).get(key, MISSING)
+        return vars(holder).get(str(key) if isinstance(key, int) else key, MISSING)
     if isinstance(holder, Mapping):
         return holder.get(key, MISSING)
     if isinstance(holder, (list, tuple)) and isinstance(key, str):  # a NamedTuple

@@ -134,12 +134,13 @@ def returning_scalar(where: str, fn: Callable[..., Any], has_aux: bool) -> Calla
             needed, write = "a pair, since has_aux=True: the scalar, and what else there is", "return loss, aux"
             raise ArgumentError(Problem(f"{where}: what fn returned", describe(out), needed, write))
         value = out[0] if has_aux else out
+        known: Any = value
         if not hasattr(value, "dtype") and not isinstance(value, (bool, int, float, complex, type(None))):
             needed, write = "one real number: its gradient is what is asked for", "return loss"
             if isinstance(value, (tuple, list)) and not has_aux:
                 write += ", or has_aux=True for the pair of it and what else there is"
             raise ArgumentError(Problem(f"{where}: what fn returned", describe(value), needed, write))
-        if np.shape(value) != () or jnp.iscomplexobj(value) or not _is_inexact(value):
+        if np.shape(known) != () or jnp.iscomplexobj(value) or not _is_inexact(value):
             needed = "one real number: its gradient is what is asked for"
             raise ArgumentError(Problem(f"{where}: what fn returned", describe(value), needed, _line(value)))
         return out

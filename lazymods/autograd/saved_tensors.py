@@ -254,6 +254,7 @@ def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
         ArgumentError: If ``fn`` can't be called.
+        LazyError: When it is called, if it changes an nnx object that is no argument of the transform around.
 
     References:
         ``torch.utils.checkpoint.checkpoint``; ``nnx.remat``.
@@ -284,9 +285,38 @@ def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
             args, kwargs = jax.tree.unflatten(tree, [moving.get(i, x) for i, x in enumerate(leaves)])
             return call(*args, **kwargs)
 
-        return nnx.remat(run)(moving)
+        objects = [x for x in moving.values() if _is_object(x)]
+        if all(_compat.birth_trace(x) is _compat.current_home() for x in objects):
+            return nnx.remat(run)(moving)
+        return _of_objects_outside(run, moving)
 
     return recomputed
+
+
+def _of_objects_outside(run: Callable[[dict[int, Any]], Any], moving: dict[int, Any]) -> Any:
+    """Do so for nnx objects that are no arguments of the transform around: they may be read here, and not written.
+
+    ``nnx.remat`` would take their Variables from them and fail to give them back.
+
+    Raises:
+        LazyError: If they are written.
+    """
+    graph, state = nnx.split(moving)
+
+    def of_state(state: Any) -> Any:
+        before = jax.tree.leaves(state)  # its Variables become those of the copies
+        copies = nnx.merge(graph, state)
+        out = run(copies)
+        after, state = nnx.split(copies)
+        same = zip(jax.tree.leaves(state), before, strict=True) if after == graph else ()
+        if after != graph or any(new is not old for new, old in same):
+            got = "a function that changes an nnx object which is no argument of the transform around"
+            needed = "a function that reads it: what is computed in a transform can't be stored outside of it"
+            write = "the model as an argument of nnx.grad, nnx.jit or the like, and this call inside"
+            raise LazyError(Problem("lm.autograd.recompute", got, needed, write))
+        return out
+
+    return jax.checkpoint(of_state)(state)
 
 
 def _is_object(value: Any) -> bool:

@@ -108,12 +108,13 @@ def with_derivative(
         reverse = jax.custom_vjp(run)
         reverse.defvjp(forward, lambda saved, cotangent: tuple(backward(saved, cotangent)))
         return reverse
-    function = jax.custom_jvp(run)
+    function = jax.custom_jvp(lambda *operands: _mapped_together(run(*operands), operands))
 
     @function.defjvp
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
         primals = list(map(jnp.asarray, primals))  # a number beneath jax.grad is none yet
         out, saved = forward(*primals)
+        out = _mapped_together(out, primals)
         leaves, output = jax.tree.flatten(out)
         parts, tree = jax.tree.flatten(saved)
         pullback = Pullback(
@@ -139,6 +140,50 @@ def _push_through(pullback: Pullback, saved: Sequence[Any], tangents: Sequence[A
 
 def _is_inexact(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
+
+
+# ---------------------------------------------------------------- outputs and their tangents
+
+_together = Primitive("operator_outputs")
+_together.multiple_results = True
+
+
+def _mapped_together(out: Any, operands: Sequence[Any]) -> Any:
+    """Return an output each of whose leaves is mapped by ``jax.vmap`` if an operand is, as its tangents are.
+
+    JAX takes it for granted that a rule's output is mapped if that of the function is.
+    """
+    leaves, tree = jax.tree.flatten(out)
+    arrays = [x for x in operands if isinstance(jax.typeof(x), ShapedArray)]
+    return tree.unflatten(_together.bind(*map(jnp.asarray, leaves), *arrays, count=len(leaves)))
+
+
+def _outputs(*inputs: Any, count: int) -> list[Any]:
+    return list(inputs[:count])
+
+
+def _jvp_of_outputs(primals: Sequence[Any], tangents: Sequence[Any], *, count: int) -> Any:
+    return _together.bind(*primals, count=count), list(tangents[:count])
+
+
+def _batch_outputs(inputs: Sequence[Any], dims: Sequence[int | None], *, count: int) -> Any:
+    size = next(x.shape[d] for x, d in zip(inputs, dims, strict=True) if d is not None)
+    return _mapped(inputs[:count], dims[:count], size), [0] * count
+
+
+def _mapped(values: Sequence[Any], dims: Sequence[int | None], size: int) -> list[Any]:
+    """Return arrays that are mapped along their first axis."""
+    return [
+        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(values, dims, strict=True)
+    ]
+
+
+_together.def_impl(_outputs)
+_together.def_abstract_eval(_outputs)
+ad.primitive_jvps[_together] = _jvp_of_outputs
+batching.primitive_batchers[_together] = _batch_outputs
+mlir.register_lowering(_together, mlir.lower_fun(_outputs, multiple_results=True))
 
 
 # ---------------------------------------------------------------- the linear operation
@@ -189,10 +234,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, count: int, pullbac
 
 def _batch(inputs: Sequence[Any], dims: Sequence[int | None], *, count: int, pullback: Any) -> Any:
     size = next(x.shape[d] for x, d in zip(inputs, dims, strict=True) if d is not None)
-    tangents = [
-        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in zip(inputs[count:], dims[count:], strict=True)
-    ]
+    tangents = _mapped(inputs[count:], dims[count:], size)
     mapped = _Mapped(pullback, tuple(dims[:count]), size)
     out = _push.bind(*inputs[:count], *tangents, count=count, pullback=mapped)
     return out, [0] * len(out)

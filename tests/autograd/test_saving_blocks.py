@@ -261,3 +261,27 @@ def test_recompute_refuses_what_cannot_be_called():
     number: Any = 3
     with pytest.raises(lm.ArgumentError, match=r"lm\.autograd\.recompute"):
         ag.recompute(number)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit, jax.vmap], ids=["plain", "jit", "vmap"])
+@pytest.mark.parametrize("how", ["module", "method", "closure"])
+def test_recompute_of_a_model_that_is_no_argument_of_the_transform(how, run):
+    layer = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    fn = {"module": layer, "method": layer.__call__, "closure": lambda x: layer(x)}[how]
+    x = jnp.arange(6.0).reshape(2, 3)
+    got = run(jax.grad(lambda x: (ag.recompute(fn)(x) ** 2).sum()))(x)
+    same(got, jax.grad(lambda x: (layer(x) ** 2).sum())(x))
+    assert sorted(vars(layer).keys() & {"kernel", "bias"}) == ["bias", "kernel"]
+    same(jax.jit(lambda x: ag.recompute(fn)(x))(x), layer(x))
+
+
+def test_recompute_does_not_lose_what_it_cannot_write():
+    norm = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    x = jnp.arange(6.0).reshape(2, 3)
+    with pytest.raises(lm.LazyError, match="changes an nnx object"):
+        jax.grad(lambda x: ag.recompute(norm)(x).sum())(x)
+    same(norm.mean[...], jnp.zeros(3))
+    other = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    nnx.grad(lambda n, x: ag.recompute(n)(x).sum(), argnums=1)(norm, x)
+    nnx.grad(lambda n, x: n(x).sum(), argnums=1)(other, x)
+    same(norm.mean[...], other.mean[...])

@@ -395,3 +395,20 @@ def test_a_hook_that_fails_leaves_the_rest_as_it_was() -> None:
             ENGINES[engine](lambda m: ag.grad(loss)(m)["first"]["bias"][...])(model)
     handle.remove()
     near(ag.grad(loss)(model)["first"]["bias"][...], plain_gradient()["first"]["bias"][...])
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [lambda layer: nnx.Sequential(layer), lambda layer: nnx.List([layer]), lambda layer: nnx.Dict({"a": layer})],
+    ids=["Sequential", "List", "Dict"],
+)
+def test_parameters_in_containers(hold: Any) -> None:
+    layer: Any = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    model, seen = hold(layer), []
+    ag.register_hook(layer.kernel, lambda g: g * 2)
+    ag.register_post_accumulate_grad_hook(layer.kernel, lambda v, g: seen.append((v, np.asarray(g).ravel().tolist())))
+    call: Any = {nnx.Sequential: lambda m: m, nnx.List: lambda m: m[0], nnx.Dict: lambda m: m["a"]}[type(model)]
+    found = ag.grad(lambda m: call(m)(jnp.ones((1, 3))).sum())(model)
+    kernel = next(leaf for leaf in jax.tree.leaves(found) if leaf.shape == (3, 1))
+    np.testing.assert_array_equal(kernel, np.full((3, 1), 2.0))
+    assert seen == [(layer.kernel, [2.0, 2.0, 2.0])]

@@ -145,6 +145,31 @@ def test_a_derivative_for_lazy_tensors_runs_in_blocks_only() -> None:
     same([op(X), jax.grad(lambda x: op(x).sum())(X)], [X * 2, jnp.full_like(X, 2)])
 
 
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit, lm.jit], ids=["plain", "jit", "lm.jit"])
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+def test_an_output_that_does_not_depend_on_the_mapped_operand(run: Any, inner: Any) -> None:
+    def plain(x: Any, w: Any) -> Any:
+        return {"product": x * w, "square": (x**2).sum(), "constant": jnp.ones(2)}
+
+    def backward(saved: Any, g: Any) -> Any:
+        x, w = saved
+        return g["product"] * w + 2 * x * g["square"], g["product"] * x
+
+    op = operator(CompositeExplicitAutograd=plain, Autograd=(lambda x, w: (plain(x, w), (x, w)), backward))
+    given = jnp.array([1.0, 2.0]), jnp.arange(6.0).reshape(3, 2)
+
+    def mapped(f: Any) -> Any:
+        return jax.vmap(inner(f), (None, 0))
+
+    def loss(f: Any) -> Any:
+        return lambda x, w: sum((leaf**2).sum() for leaf in jax.tree.leaves(mapped(f)(x, w)))
+
+    same(run(lambda x, w: mapped(op)(x, w))(*given), mapped(plain)(*given))
+    same(run(jax.grad(loss(op), (0, 1)))(*given), jax.grad(loss(plain), (0, 1))(*given))
+    same(run(lambda *x: jax.jvp(mapped(op), x, x))(*given), jax.jvp(mapped(plain), given, given))
+    same(run(jax.hessian(loss(op)))(*given), jax.hessian(loss(plain))(*given))
+
+
 def decides(op: Operator) -> Any:
     def function(x: Any) -> Any:
         return op(x) if op(x).sum() > 0 else x
