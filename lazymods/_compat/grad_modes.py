@@ -121,7 +121,7 @@ class GradModeTrace(OperationByOperation):
         if primitive is jax.lax.convert_element_type_p and jax.typeof(made[0]) == jax.typeof(tracers[0]):
             passed_on = {0: 0}  # as in a compiled function, where JAX leaves it out
         for result, operand in passed_on.items():
-            made[result] = tracers[operand]
+            made[result] = tracers[operand] if isinstance(tracers[operand], Tracer) else made[result]
         return made if primitive.multiple_results else made[0]
 
     def process_call(self, primitive: Any, fun: Any, tracers: Any, params: dict[str, Any], /) -> Any:

@@ -21,6 +21,7 @@ from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem, describe
+from lazymods._layer import lifecycle
 
 BEFORE, AFTER = "backward_pre", "backward"  # the kinds of hooks
 
@@ -112,14 +113,16 @@ class _Held:
 
     @classmethod
     def of(cls, module: Any) -> _Held:
-        graphdef, state = nnx.split(module)
+        with lifecycle.LOCK:  # other threads may be registering hooks
+            graphdef, state = nnx.split(module)
         leaves, tree = jax.tree.flatten(state)
         others = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, jax.Array))
         traced = any(map(_compat.is_tracer, leaves))
         return cls(None if traced else weakref.ref(module), graphdef, tree, others)
 
     def arrays(self, module: Any) -> list[Any]:
-        return [x for x in jax.tree.leaves(nnx.state(module)) if isinstance(x, jax.Array)]
+        with lifecycle.LOCK:
+            return [x for x in jax.tree.leaves(nnx.state(module)) if isinstance(x, jax.Array)]
 
     def module(self, arrays: Sequence[Any]) -> Any:
         found = None if self.itself is None else self.itself()

@@ -62,13 +62,14 @@ def grad(
 
     @functools.wraps(fn)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        refuse_arguments(where, argnums, args, kwargs)
         with _alone():
+            refuse_arguments(where, argnums, args, kwargs)
             out = of_fn(*args, **kwargs)
-        found, *aux = out if has_aux else (out,)
-        if conjugate:
-            found = _conjugated(found)
-        _run_hooks(fn, argnums, args, kwargs, found)
+            found, *aux = out if has_aux else (out,)
+            if conjugate:
+                found = _conjugated(found)
+            hooked = _hooked(fn, argnums, args, kwargs, found)
+        variable_hooks.run(hooked)
         return (found, *aux) if has_aux else found
 
     return gradient
@@ -106,12 +107,13 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        refuse_arguments(where, argnums, args, kwargs)
         with _alone():
+            refuse_arguments(where, argnums, args, kwargs)
             value, found = of_fn(*args, **kwargs)
-        if conjugate:
-            found = _conjugated(found)
-        _run_hooks(fn, argnums, args, kwargs, found)
+            if conjugate:
+                found = _conjugated(found)
+            hooked = _hooked(fn, argnums, args, kwargs, found)
+        variable_hooks.run(hooked)
         return value, found
 
     return value_and_gradient
@@ -128,8 +130,8 @@ def _alone() -> contextlib.AbstractContextManager[Any]:
     return variable_hooks.ALONE if _compat.current_trace() is _compat.eval_trace() else contextlib.nullcontext()
 
 
-def _run_hooks(fn: Callable[..., Any], argnums: Argnums, args: Any, kwargs: dict[str, Any], found: Any) -> None:
-    """Run the hooks of the Variables that a gradient was found for."""
+def _hooked(fn: Callable[..., Any], argnums: Argnums, args: Any, kwargs: dict[str, Any], found: Any) -> Any:
+    """Return the Variables with hooks that a gradient was found for; while no other thread takes models apart."""
     if kwargs:  # nnx.grad counts keyword arguments, too
         bound = inspect.signature(fn).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -137,7 +139,7 @@ def _run_hooks(fn: Callable[..., Any], argnums: Argnums, args: Any, kwargs: dict
     several = not isinstance(argnums, (int, nnx.DiffState))
     places = argnums if several else (argnums,)
     numbers = [n.argnum if isinstance(n, nnx.DiffState) else n for n in places]
-    variable_hooks.run(zip([args[n] for n in numbers], found if several else (found,), strict=True))
+    return variable_hooks.hooked(zip([args[n] for n in numbers], found if several else (found,), strict=True))
 
 
 def _conjugated(tree: Any) -> Any:

@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -163,18 +163,30 @@ def _set_hooks(variable: nnx.Variable[Any], hooks: tuple[GradientHook, ...]) -> 
 # ---------------------------------------------------------------- running
 
 
-def run(gradients: Iterable[tuple[Any, Any]]) -> None:
-    """Run the hooks of all Variables of a gradient, and write what they return into it.
+Hooked = tuple[str, Any, Any, tuple[GradientHook, ...]]
+"""The name of a Variable, itself, its gradient, and its hooks."""
+
+
+def hooked(gradients: Iterable[tuple[Any, Any]]) -> list[Hooked]:
+    """Find the Variables of a gradient that have hooks.
 
     Args:
         gradients: What was differentiated, each with its gradient: a Variable, or a pytree that holds Variables or
             nnx objects that do.
+    """
+    return [entry for argument, gradient in gradients for entry in _hooked(argument, gradient)]
+
+
+def run(found: Sequence[Hooked]) -> None:
+    """Run the hooks of Variables, and write what they return into the gradients.
+
+    Args:
+        found: What :func:`hooked` returned.
 
     Raises:
         UninitializedError: If a Variable with hooks has no value.
         LazyError: If a hook returns what can't be the gradient, or a post-accumulate hook returns anything.
     """
-    found = [entry for argument, gradient in gradients for entry in _hooked(argument, gradient)]
     if not found:
         return
     lazy = [Problem(located(name, type(v).__name__), *_NO_VALUE) for name, v, _, _ in found if _graph.is_placeholder(v)]
@@ -195,7 +207,7 @@ _NO_VALUE = (
 )
 
 
-def _hooked(argument: Any, gradient: Any) -> Iterator[tuple[str, Any, Any, tuple[GradientHook, ...]]]:
+def _hooked(argument: Any, gradient: Any) -> Iterator[Hooked]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(gradient, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for keys, leaf in leaves:
         if isinstance(leaf, nnx.Variable):

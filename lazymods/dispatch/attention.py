@@ -16,7 +16,7 @@ from flax.nnx.nn import dtypes
 
 from lazymods.dispatch.operator import Operator
 
-FROM_TOKENS = 512
+FROM_TOKENS = 1024
 """The shortest sequences, of queries and of keys, for which cuDNN is taken: see ``tests/benchmarks/dispatch.py``."""
 
 _MOST_FEATURES = 128  # of a head: what cuDNN takes on every GPU that it serves, with its gradient

@@ -346,3 +346,15 @@ def test_so_does_one_beside_operations_that_are_switched_on() -> None:
     x = jnp.array([0.5, 2.0])
     for run in (jax.grad(f), jax.jit(jax.grad(f)), jax.grad(jax.jit(f))):
         np.testing.assert_allclose(run(x), 10 + 3 * np.array([0.25, 4.0]), rtol=1e-6)
+
+
+def test_an_array_of_numpy_that_is_passed_on_is_one_of_jax() -> None:
+    def f(x: Any) -> Any:
+        with ag.no_grad():
+            kept = jax.jit(lambda a: a)(np.ones(2, np.float32))
+            count = jnp.asarray(np.uint32(3))
+        assert isinstance(kept, jax.Array) and isinstance(count, jax.Array)
+        return (x * kept * count.astype(jnp.float32)).sum()
+
+    for run in (jax.grad(f), jax.jit(jax.grad(f)), jax.grad(jax.jit(f))):
+        np.testing.assert_array_equal(run(jnp.ones(2)), [3.0, 3.0])

@@ -15,7 +15,8 @@ from lazymods import _compat
 from lazymods._compat import plain_peeling
 from lazymods.dispatch import Operator, places
 
-X = jnp.arange(6.0).reshape(3, 2) + 1.0
+with jax.default_device(jax.devices("cpu")[0]):
+    X = jnp.arange(6.0).reshape(3, 2) + 1.0
 
 
 def operator(name: str = "op", **kernels: Any) -> Operator:

@@ -73,17 +73,17 @@ def test_the_gradient_of_attention_is_that_of_flax() -> None:
         ({}, True),
         ({"dtype": "float16"}, True),
         ({"dtype": "float32"}, False),
-        ({"tokens": 511}, False),
+        ({"tokens": 1023}, False),
         ({"features": 136}, False),
         ({"features": 60}, False),
-        ({"keys": 1024}, False),
-        ({"keys": 1024, "is_causal": False}, True),
-        ({"keys": 256, "is_causal": False}, False),
+        ({"keys": 2048}, False),
+        ({"keys": 2048, "is_causal": False}, True),
+        ({"keys": 512, "is_causal": False}, False),
     ],
     ids=str,
 )
 def test_what_cudnn_is_taken_for(case: dict[str, Any], fits: bool) -> None:
-    facts = {"dtype": "bfloat16", "tokens": 512, "features": 64, "is_causal": True} | case
+    facts = {"dtype": "bfloat16", "tokens": 1024, "features": 64, "is_causal": True} | case
     query = jax.ShapeDtypeStruct((2, facts["tokens"], 4, facts["features"]), facts["dtype"])
     shape = (2, facts.get("keys", facts["tokens"]), 4, facts["features"])
     key = jax.ShapeDtypeStruct(shape, facts["dtype"])
@@ -93,7 +93,7 @@ def test_what_cudnn_is_taken_for(case: dict[str, Any], fits: bool) -> None:
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="JAX lowers cuDNN's attention for one platform at a time")
 def test_a_program_for_cuda_is_made_without_cudnn_too() -> None:
     """On a machine that has none, it is XLA's."""
-    spec = jax.ShapeDtypeStruct((1, 512, 2, 64), jnp.bfloat16)
+    spec = jax.ShapeDtypeStruct((1, 1024, 2, 64), jnp.bfloat16)
 
     def loss(q: Any) -> Any:
         return lm.dispatch.dot_product_attention(q, q, q, is_causal=True).astype("float32").sum()

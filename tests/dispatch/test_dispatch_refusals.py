@@ -10,7 +10,8 @@ from flax import nnx
 import lazymods as lm
 from lazymods.dispatch import NoKernelError, Operator, RegistrationError
 
-X = jnp.arange(6.0).reshape(3, 2)
+with jax.default_device(jax.devices("cpu")[0]):
+    X = jnp.arange(6.0).reshape(3, 2)
 
 
 def operator(name: str = "op", **kernels: Any) -> Operator:
