@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ from lazymods.compile.records import (
     Tree,
     Value,
 )
+
+_SORTING = threading.Lock()  # while one thread sorts a model's attributes, another one would not find all of them
 
 
 class EffectsReplay:
@@ -64,9 +67,10 @@ class EffectsReplay:
         """Bring about the changes."""
         for number, names in self._record.orders:
             held = held_by(self._base.nodes[number])  # type: ignore[union-attr]
-            if list(held) != names:
-                refill(held, {name: held[name] for name in names})
-                _compat_jit.Watch.restructured()
+            with _SORTING:
+                if list(held) != names:
+                    refill(held, {name: held[name] for name in names})
+                    _compat_jit.Watch.restructured()
         for change in self._record.changes:
             thing = self.value(change.old)
             if change.old.is_variable:

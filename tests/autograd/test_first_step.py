@@ -46,14 +46,6 @@ class Net(nnx.Module):
         return self.last(jnp.tanh(self.drop(self.norm(self.first(x)))))
 
 
-def same(got: Any, want: Any) -> None:
-    """Compare bit for bit; the products of a GPU differ from compilation to compilation."""
-    if jax.default_backend() == "cpu":
-        np.testing.assert_array_equal(got, want)
-    else:
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
-
-
 def with_hooks(model: Net) -> Net:
     ag.register_hook(model.first.kernel, lambda g: g * 2)
     ag.register_hook(model.last.bias, lambda g: g.clip(-0.1, 0.1))
@@ -76,6 +68,7 @@ def standard_promotion() -> Any:
         yield
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU rounds each compilation of a product differently")
 @pytest.mark.parametrize("how", ["materialize", "call", "lm.jit"])
 @pytest.mark.parametrize("name", [n if n in ("adam", "sgd") else pytest.param(n, marks=RARE) for n in OPTIMIZERS])
 def test_the_first_steps_are_the_explicit_models(name: str, how: str) -> None:
@@ -91,11 +84,11 @@ def test_the_first_steps_are_the_explicit_models(name: str, how: str) -> None:
     steps = jit(train), jit(train)
     for _ in range(2):
         a, b = steps[0](lazy, optimizers[0]), steps[1](explicit, optimizers[1])
-        same(a, b)
+        np.testing.assert_array_equal(a, b)
     for pair in ((lazy, explicit), optimizers):
         got, want = (jax.tree.leaves(nnx.state(x)) for x in pair)
         assert len(got) == len(want)
         for a, b in zip(got, want, strict=True):
             if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
                 a, b = jax.random.key_data(a), jax.random.key_data(b)
-            same(a, b)
+            np.testing.assert_array_equal(a, b)
