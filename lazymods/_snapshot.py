@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+import operator
 from collections.abc import Iterable, MutableMapping
 from typing import Any
 
@@ -10,11 +13,16 @@ import numpy as np
 from lazymods import _compat, _graph
 from lazymods._graph import ARRAY, NODE, OTHER, STATE, VARIABLE, kind_of
 
+_exhaust = collections.deque(maxlen=0).extend
+
 
 def refill(held: Any, contents: Any) -> None:
-    """Let a container hold other contents, in their order."""
-    held.clear()
-    held.extend(contents) if hasattr(held, "extend") else held.update(contents)
+    """Let a container hold other contents, in their order.
+
+    Both steps are one call of a function in C, so that no other thread finds the container empty.
+    """
+    put = held.extend if hasattr(held, "extend") else held.update
+    _exhaust(map(operator.call, (held.clear, functools.partial(put, contents))))
 
 
 def is_same(before: Any, after: Any) -> bool:

@@ -2,6 +2,8 @@
 
 import copy
 import dataclasses
+import sys
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from flax import nnx
 
 import lazymods as lm
+from lazymods._snapshot import refill
 
 
 def same(got: Any, want: Any) -> None:
@@ -278,3 +281,29 @@ def test_a_function_that_decides_inside_of_a_trace_runs_once_there() -> None:
     inner = lm.jit(f)
     assert lm.jit(lambda m, z, flag: inner(m, z, flag))(model, lazy, True) == 2
     assert len(model.extra) == 1
+
+
+def test_no_other_thread_finds_a_container_empty_whose_items_are_sorted() -> None:
+    held, found, done = {str(i): i for i in range(30)}, set[int](), threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            found.add(len(held))
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    try:
+        for thread in threads:
+            thread.start()
+        names = list(held)
+        for _ in range(5_000):
+            names.reverse()
+            refill(held, {name: held[name] for name in names})
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(before)
+    assert found == {30}
+    assert list(held) == names
