@@ -100,6 +100,11 @@ class GradModeTrace(OperationByOperation):
         self._mark = mark if _is_traced(self.parent_trace) else None
         self._marks_that_count = frozenset([INFERENCE_OFF] if inference else [INFERENCE_OFF, ON])
 
+    def forget(self) -> None:
+        """Hold no tracers any more: what JAX keeps of what was traced here may keep this trace."""
+        self._constants.clear()
+        self._stopped.clear()
+
     # ------------------------------------------------------------ what a trace does
 
     def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
@@ -259,5 +264,7 @@ def close_block(block: _Block) -> None:
     trace = block.trace
     trace.blocks = [other for other in trace.blocks if other is not block]
     trace.switch()
+    if not trace.blocks:
+        trace.forget()
     if block.before is not None and current_trace() is trace:
         set_current_trace(block.before).__enter__()

@@ -104,7 +104,10 @@ class JitFunction(Staged, Generic[P, R]):
         self._fast: FastPath | None = None
         self._has_signatures = False  # then comparing shapes here is faster than letting jax.jit find out
         self._situations: collections.deque[TraceKey] = collections.deque(maxlen=_KEPT_SITUATIONS)
-        functools.update_wrapper(self, function if hasattr(function, "__name__") else type(function))
+        named = function if hasattr(function, "__name__") else type(function)
+        functools.update_wrapper(self, named, updated=())
+        if named is function:  # its attributes, but not ours, which it has if it was made of a function of lm.jit
+            vars(self).update({k: v for k, v in getattr(function, "__dict__", {}).items() if k not in vars(self)})
         self.__wrapped__ = function
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JitFunction[P, R]:

@@ -1,5 +1,6 @@
 """What stands around models that a function closes over: closures, containers, objects of the user's own."""
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -125,3 +126,55 @@ def test_two_shapes_in_turn_are_traced_twice() -> None:
         x = jnp.ones((rows, 3))
         np.testing.assert_allclose(call(model, x), model(x), rtol=1e-6)
     assert len(runs) == 2
+
+
+# ---------------------------------------------------------------- functions that are made of compiled ones
+
+
+def _decorated(function: Any) -> Any:
+    @functools.wraps(function)
+    def tripled(*args: Any) -> Any:
+        return function(*args) * 3.0
+
+    return tripled
+
+
+MADE: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # and what it does to sum(x ** 3)
+    "grad": (jax.grad, lambda x: 3 * x**2),
+    "value and grad": (lambda f: lambda x: jax.value_and_grad(f)(x)[1], lambda x: 3 * x**2),
+    "grad of nnx": (nnx.grad, lambda x: 3 * x**2),
+    "grad of ours": (lm.autograd.grad, lambda x: 3 * x**2),
+    "grad of grad": (lambda f: jax.grad(lambda x: jax.grad(f)(x).sum()), lambda x: 6 * x),
+    "grad of a block": (lambda f: lm.lazytensor.value_and_grad(f), lambda x: (np.sum(x**3), 3 * x**2)),
+    "vmap": (jax.vmap, lambda x: x**3),
+    "forward": (jax.jacfwd, lambda x: 3 * x**2),
+    "jit": (jax.jit, lambda x: np.sum(x**3)),
+    "jit of nnx": (nnx.jit, lambda x: np.sum(x**3)),
+    "checkpoint": (jax.checkpoint, lambda x: np.sum(x**3)),
+    "no grad": (lm.autograd.no_grad(), lambda x: np.sum(x**3)),
+    "decorator": (_decorated, lambda x: 3 * np.sum(x**3)),
+}
+
+
+TRACED = ("vmap", "jit", "jit of nnx", "checkpoint", "forward", "grad of grad")  # there is no value to decide on
+
+
+@pytest.mark.parametrize("options", [{}, {"check": True}], ids=["", "checked"])
+@pytest.mark.parametrize("name, decides", [(n, d) for n in MADE for d in (False, True) if not d or n not in TRACED])
+def test_a_function_that_is_made_of_a_compiled_one_is_itself(name: str, options: Any, decides: bool) -> None:
+    def cubes(x: Any) -> Any:
+        return (x**3).sum() if not decides or x.sum() > -100 else x.sum()
+
+    make, want = MADE[name]
+    made = lm.jit(make(lm.jit(cubes, **options)), **options)
+    for x in (np.array([1.0, 2.0, 3.0], np.float32), np.array([0.5, -1.0, 2.0], np.float32)):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), made(jnp.asarray(x)), want(x))
+
+
+def test_attributes_of_a_function_are_those_of_the_compiled_one() -> None:
+    def f(x: Any) -> Any:
+        return x
+
+    f.note = "kept"  # type: ignore[attr-defined]
+    compiled: Any = lm.jit(f)
+    assert compiled.note == "kept" and compiled.__wrapped__ is f and compiled.__name__ == "f"

@@ -126,6 +126,20 @@ def test_a_block_of_lazy_tensors_compiles_once() -> None:
         assert lm.lazytensor.metrics.counters().get("UncachedCompile") == before
 
 
+@pytest.mark.parametrize("options", [{}, {"check": True}, {"donate_state": True}], ids=["plain", "checked", "donated"])
+def test_without_gradients_in_lm_jit(options: Any) -> None:
+    op = operator(**PAIRS["for all"])
+
+    @lm.jit(**options)
+    def f(x: Any) -> Any:
+        with lm.autograd.no_grad():
+            y = op(x)
+        return (y * x).sum()
+
+    same(f(X), (X**4).sum())
+    same(lm.jit(jax.grad(f))(X), X**3)
+
+
 def test_a_kernel_for_lazy_tensors_runs_in_blocks_only() -> None:
     pair = (lambda x: (x * 7, ()), lambda _, g: (g * 5,))
     op = operator(CPU=lambda x: x * 2, Lazy=lambda x: x * 7, AutogradLazy=pair)
