@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax._src.source_info_util import SourceInfo
 from jax.core import ShapedArray
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 
 from lazymods._compat.finding import require
 
 require(Jaxpr, "replace", "eqns")
-require(JaxprEqn, "replace", "source_info")
+require(JaxprEqn, "replace", "source_info", "params")
+require(Primitive, "name")
 require(SourceInfo, "name_stack")
 
 ON = "lazymods.enable_grad"
