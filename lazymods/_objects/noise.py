@@ -7,6 +7,7 @@ measured: a run whose inputs differ in the last bit gives about what another ord
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymods._compat import jit as _compat_jit
+from lazymods._objects.comparing import is_identical, is_value
 
 
 def own(value: Any) -> Any:
@@ -59,3 +61,13 @@ class Noise:
         with np.errstate(all="ignore"):  # the largest number overflows, nan is invalid
             new = np.where(old == np.round(old), old, old * (1 + directions)).astype(old.dtype)
         return new if isinstance(array, np.ndarray) else jax.device_put(new, array.sharding)
+
+
+def exact_and_noisy() -> list[Callable[[Any], Any]]:
+    """Return what makes the arrays of the runs that measure rounding: one exact, then some with more and more noise."""
+    return [own, *map(Noise, (1, 2, 16))]
+
+
+def near(want: Any, found: Sequence[Any]) -> Sequence[Any]:
+    """Return what runs with noise gave; nothing if the exact one, which is the first, did not give the same again."""
+    return found[1:] if found and is_value(found[0]) and is_identical(want, found[0]) else []

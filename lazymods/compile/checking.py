@@ -14,15 +14,13 @@ import jax
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem, one_line
 from lazymods._objects.copies import Copies
-from lazymods._objects.noise import Noise, own
+from lazymods._objects.noise import exact_and_noisy, own
 from lazymods._objects.traced_state import TracedState
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
 from lazymods.compile.given import Given, with_sharing
 from lazymods.compile.shadow import compare
 from lazymods.compile.trace import Place
-
-_NOISY = (1, 2, 16)  # the sizes of the noise of the runs that measure the effect of rounding
 
 
 def checked(
@@ -51,7 +49,7 @@ def checked(
             sharing or random state; or an error that only one of both raised.
     """
     plain = _Plain(function, arguments, call, attributes, own)
-    again = [_Plain(function, arguments, call, attributes, make) for make in (own, *map(Noise, _NOISY))]
+    again = [_Plain(function, arguments, call, attributes, make) for make in exact_and_noisy()]
     want, plain_error = None, None
     try:
         want = plain.run()

@@ -114,18 +114,18 @@ class Program:
         self._mark: Any = None
         self._twins: Sequence[tuple[int, int]] = ()
         self.order: Sequence[int] = range(inputs)
-        self._run: Any = jax.jit(self._flat)
-        self.launch: Any = self._run
+        self.launch: Any
         if donate:
             kept = [i for i in range(inputs) if i not in set(donate)]
             self.order = [*donate, *kept]
             self._moving, self._still = getter(donate), getter(kept)
-            self._run = jax.jit(self._divided, donate_argnums=(0,))
+            self._run: Any = jax.jit(self._divided, donate_argnums=(0,))
             self.launch = self._launch_donating
             kinds = [(v.aval.shape, v.aval.dtype) for v in tape.invars]
             self._twins = [(a, d) for a in range(inputs - len(takes)) for d in donate if kinds[a] == kinds[d]]
-        elif self.calls_python:
-            self.launch = self._launch_and_wait
+        else:
+            self._run = jax.jit(self._flat)
+            self.launch = self._launch_and_wait if self.calls_python else self._run
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[Effects, Sequence[Any]]:
         """Run the program.

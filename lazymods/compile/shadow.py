@@ -29,7 +29,6 @@ from lazymods._graph import is_placeholder
 from lazymods._objects.comparing import (
     Name,
     class_of,
-    is_identical,
     is_value,
     listed,
     same_static,
@@ -37,6 +36,7 @@ from lazymods._objects.comparing import (
     shown,
     values_differ,
 )
+from lazymods._objects.noise import near
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import held_by
 
@@ -108,7 +108,7 @@ class _Noisy:
         if self._found is None:
             self._found = [_values_of(one) for one in self._run()]
         found = [values.get(path) for values in self._found]
-        return found[1:] if found and is_value(found[0]) and is_identical(want, found[0]) else []
+        return [*near(want, found)]
 
 
 def _values_of(of_run: Named) -> dict[str, Any]:

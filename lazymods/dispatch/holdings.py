@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from lazymods._objects.reached import MISSING, in_cell
+
 _DEPTH = 8
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "optax", "lazymods")
 
@@ -44,7 +46,7 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, types.FunctionType):
         if (value.__module__ or "").partition(".")[0] in _LIBRARIES:
             return []
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+        cells = [held for held in map(in_cell, value.__closure__ or ()) if held is not MISSING]
         names = [value.__globals__[n] for n in value.__code__.co_names if n in value.__globals__]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *names]
     if isinstance(value, functools.partial):
@@ -59,10 +61,3 @@ def _parts(value: Any) -> list[Any]:
         return [getattr(value, "__wrapped__", None)]
     return list(getattr(value, "__dict__", {}).values())
 
-
-def _is_full(cell: types.CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  raises where nothing was assigned yet
-    except ValueError:
-        return False
-    return True

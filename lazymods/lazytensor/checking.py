@@ -8,8 +8,8 @@ from typing import Any
 from lazymods import _compat
 from lazymods._compat import tracing
 from lazymods._errors import LazyError, Problem
-from lazymods._objects.comparing import is_identical, is_value, values_differ
-from lazymods._objects.noise import Noise, own
+from lazymods._objects.comparing import values_differ
+from lazymods._objects.noise import exact_and_noisy, near
 from lazymods._recording.graph import Cell, Graph
 from lazymods._recording.kinds import OperationKind, kind_of
 from lazymods.lazytensor.trace import SESSIONS, LazyTensor, Session
@@ -42,9 +42,9 @@ class _Noisy:
         """Return what the runs with noise gave; nothing if one without noise does not give what was there before."""
         if self._found is None:
             calls = self._graph.effects or any(kind.calls_python for kind, *_ in self._graph.lines)
-            self._found = [] if calls else [self._run(make) for make in (own, Noise(1), Noise(2), Noise(16))]
+            self._found = [] if calls else [self._run(make) for make in exact_and_noisy()]
         found = [values.get(cell) for values in self._found]
-        return found[1:] if found and is_value(found[0]) and is_identical(self._plain[cell], found[0]) else []
+        return [*near(self._plain[cell], found)]
 
     def _run(self, make: Callable[[Any], Any]) -> dict[Cell, Any]:
         structure = self._graph.structure()
