@@ -144,7 +144,11 @@ def test_a_name_that_a_format_has_not_is_refused(suffix: str, name: str, tmp_pat
     assert not path.exists()
 
 
-@pytest.mark.parametrize("dtype", ["uint4", "uint2", "int1", "float8_e4m3", "float6_e2m3fn"])
+# Older releases of ml_dtypes lack one-bit integers.
+STRANGE_TO_ORBAX = [name for name in ("uint4", "uint2", "int1", "float8_e4m3", "float6_e2m3fn") if hasattr(ml_dtypes, name)]
+
+
+@pytest.mark.parametrize("dtype", STRANGE_TO_ORBAX)
 def test_a_dtype_that_orbax_has_not_is_refused_by_name(dtype: str, tmp_path: Path) -> None:
     state = {"good": jnp.ones(3), "quantized": np.ones(3, getattr(ml_dtypes, dtype))}
     with pytest.raises(lm.CheckpointError, match=r"quantized\n.*\n.*dtype that tensorstore has"):
