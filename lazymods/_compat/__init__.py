@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lazymods._compat.backward_marks import mark_outputs as mark_outputs
     from lazymods._compat.births import birth_trace as birth_trace
     from lazymods._compat.births import current_home as current_home
+    from lazymods._compat.births import transform_of as transform_of
     from lazymods._compat.equations import bind_equation as bind_equation
     from lazymods._compat.equations import scopes_of as scopes_of
     from lazymods._compat.fast_traces import at_trace as at_trace
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
 
 _FUNCTIONS = {
     "backward_marks": "mark_inputs mark_outputs",
-    "births": "birth_trace current_home",
+    "births": "birth_trace current_home transform_of",
     "equations": "bind_equation scopes_of",
     "fast_traces": "at_trace current_trace executing",
     "grad_modes": "Mode close_block open_block",

@@ -303,7 +303,7 @@ def _flatten(pending: PendingInit) -> tuple[tuple[Any, ...], Any]:
         where = f"{pending.label or 'a parameter'}{f' of {owner}' if owner else ''}"
         got = "nnx.grad (or nnx.value_and_grad) with respect to it, while it is an uninitialized parameter"
         needed = "parameters to differentiate with respect to: none exist yet"
-        write = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+        write = "lm.materialize(model, x)  # before the transform"
         raise UninitializedError(Problem(where, got, needed, write))
     return pending.key_source, (*pending.static(), None)
 

@@ -315,7 +315,7 @@ def _check_carried(layer: Any, abstract: AbstractModule) -> None:
         where = _graph.place(layer, type(layer).__name__)
         got = "metadata of its Variables that follow from a size, in the first call inside a transform of Flax"
         needed = "a first call outside: such a transform carries values out, and no metadata"
-        write = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+        write = "lm.materialize(model, x)  # before the transform"
         raise UninitializedError(Problem(where, got, needed, write))
 
 

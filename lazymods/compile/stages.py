@@ -308,7 +308,7 @@ def _other_structure(name: str) -> ArgumentError:
             name,
             "arguments, or models that it reaches, of another structure than those that it was lowered for",
             "the same: classes, attributes, static values and sharing, as they are when this call begins",
-            "lower(...).compile() anew with these, or call the function itself, which does so when it has to",
+            "lm.lower(f, model, x).compile()  # with these; or call the function itself, which does so when it has to",
         )
     )
 
