@@ -18,11 +18,23 @@ _NEEDED = "arrays, numbers and nnx objects, in any pytree: they are the inputs o
 _STATIC = "lm.jit(fn, static_argnames=...) with the parameter's name, if it is part of the program"
 
 
-class ArgumentError(LazyError, TypeError):
-    """An argument of a compiled function is nothing that a program can take."""
+class ArgumentError(LazyError, TypeError, ValueError):
+    """An argument is none that the function takes: of another type or value, or nothing that a program can take."""
 
 
 ArgumentError.__module__ = "lazymods"
+
+
+def wrong_argument(where: str, got: Any, needed: str, write: str) -> ArgumentError:
+    """Return the error for an argument that a function does not take.
+
+    Args:
+        where: The function, and the argument.
+        got: What it was given.
+        needed: What it takes.
+        write: The line that mends it.
+    """
+    return ArgumentError(Problem(where, repr(got)[:200], needed, write))
 
 
 def refusal(where: str, value: Any, reason: Exception | None = None) -> ArgumentError:

@@ -38,6 +38,7 @@ from lazymods._layer.class_spec import Infer, LazyClassSpec
 from lazymods._layer.config import REFUSALS, LayerConfig, context
 from lazymods._layer.defaults import placeholder_shapes
 from lazymods._layer.mixin import LazyModuleMixin
+from lazymods._refusals import wrong_argument
 
 
 class _Inferred:
@@ -83,7 +84,7 @@ def lazy(cls: type[M], *, infer: Infer) -> LazyClass[M]:
 
     Raises:
         ConfigurationError: If ``infer`` does not take what the class's ``__call__`` requires.
-        TypeError: If ``cls`` is no nnx.Module class or ``infer`` is not callable.
+        ArgumentError: If ``cls`` is no nnx.Module class or ``infer`` is not callable.
 
     Example:
         >>> import jax.numpy as jnp, lazymods as lm
@@ -94,9 +95,11 @@ def lazy(cls: type[M], *, infer: Infer) -> LazyClass[M]:
         ((2, 5), (3, 5))
     """
     if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
-        raise TypeError(f"lazy takes an nnx.Module class, got {cls!r}")
+        raise wrong_argument("lm.lazy", cls, "lazy takes an nnx.Module class", "lm.lazy(MyLayer, infer=infer)")
     if not callable(infer):
-        raise TypeError(f"infer is a function infer(config, *args, **kwargs), got {infer!r}")
+        needed = "infer is a function infer(config, *args, **kwargs)"
+        write = 'infer=lambda config, x: {"in_features": x.shape[-1]}'
+        raise wrong_argument("lm.lazy(..., infer=...)", infer, needed, write)
     wrong_arguments.check_infer(cls, infer)
     module = sys._getframe(1).f_globals.get("__name__", __name__)  # noqa: SLF001  as collections.namedtuple does
     return make(LazyClassSpec(cls, infer), name=f"Lazy{cls.__name__}", module=module)

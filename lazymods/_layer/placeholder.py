@@ -35,6 +35,7 @@ from lazymods._errors import (
 from lazymods._initial import draws
 from lazymods._initial.pending import InitSource, PartialShape, PendingInit
 from lazymods._initial.stacking import Shape
+from lazymods._refusals import wrong_argument
 
 SIZE_LINE = "lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # or model(x), first"
 _LINES = {  # by the module of Flax that asks for a value
@@ -83,7 +84,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
     ) -> None:
         partial = None if shape is None else tuple(None if d is None else operator.index(d) for d in shape)
         if partial is not None and any(d is not None and d < 0 for d in partial):
-            raise ValueError(f"a shape has no negative sizes, got {partial}")
+            write = f"lm.{type(self).__name__}((None, 4))"
+            raise wrong_argument(type(self).__name__, partial, "a shape has no negative sizes", write)
         dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
         keys = () if key is None else (key,)
         # the pending init is not a value: Flax must neither shard it nor run value hooks on it
