@@ -145,6 +145,8 @@ def _put(saving: Saving, jaxpr: Any, residuals: Sequence[Any], tangents: Sequenc
 
 
 def _map_operation(axis: Any, operands: Any, axes: Any, *, jaxpr: Any, levels: Any, results: Any, **params: Any) -> Any:
+    if not _are_mapped(axes):
+        return _unmapped(saving_p, operands, jaxpr=jaxpr, levels=levels, results=results, **params)
     levels = (*levels, _Level(_options(axis), tuple(axes)))
     out = saving_p.bind(*operands, jaxpr=jaxpr, levels=levels, results=_mapped(axis, results), **params)
     return out, [0] * len(out)
@@ -209,6 +211,8 @@ def _differentiate_again(primals: Any, tangents: Any, **params: Any) -> Any:
 
 
 def _map_linear(axis: Any, operands: Any, axes: Any, *, levels: Any, trees: Any, results: Any, **params: Any) -> Any:
+    if not _are_mapped(axes):
+        return _unmapped(linear_p, operands, levels=levels, trees=trees, results=results, **params)
     n = _count(trees)
     tangents = [batching.bdim_at_front(x, d, axis.size) for x, d in zip(operands[n:], axes[n:], strict=True)]
     levels = (*levels, _Level(_options(axis), tuple(axes[:n])))
@@ -293,6 +297,17 @@ def _zero(value: Any) -> Any:
 
 def has_derivative(value: Any) -> bool:
     return jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact)
+
+
+def _are_mapped(axes: Sequence[int | None]) -> bool:
+    """Whether vmap maps an operand; jax asks these rules also where it maps none."""
+    return any([axis is not None for axis in axes])
+
+
+def _unmapped(primitive: Primitive, operands: Sequence[Any], **params: Any) -> tuple[Any, list[None]]:
+    """Do an operation as without vmap: what depends on no mapped operand is not mapped, or ``jax.jacfwd`` fails."""
+    out = primitive.bind(*operands, **params)
+    return out, [None] * len(out)
 
 
 def _options(axis: Any) -> tuple[tuple[str, Any], ...]:
