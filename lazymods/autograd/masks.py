@@ -102,7 +102,8 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_key(value: Any) -> bool:
-    return jnp.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended)
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
 def _common_shape(mask: Any, arrays: Collection[Any], fill: Any) -> tuple[int, ...]:

@@ -233,7 +233,7 @@ def test_where_nothing_counts_what_is_closed_over_has_no_gradient(fn: Any, dtype
     one = jnp.ones((), dtype)
     with jax.debug_nans(True):
         gradient = jax.grad(lambda w: jnp.abs(safe_where(x != 0, lambda a: w * fn(a), x, fill=one)).sum())(one)
-    assert gradient == 0 and gradient.dtype == dtype
+    assert gradient.dtype == dtype and gradient == 0
 
 
 def test_where_no_integer_counts() -> None:
