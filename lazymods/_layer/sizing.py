@@ -93,7 +93,7 @@ def infer_values(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs:
         cause = None if isinstance(error, NotInferableError) else error
         raise ShapeInferenceError(Problem(where, describe_call(args, kwargs), needed, write)) from cause
     if isinstance(values, Mapping):  # what the caller gave is not to be inferred
-        given = {*spec.config, *spec.modules}.difference(spec.left_out)
+        given = {*spec.config, *spec.modules}.difference(spec.left_out, spec.unknown)
         values = {name: value for name, value in values.items() if name not in given}
     problem = _wrong_values(spec, values) or _zero(values)
     if problem is not None:
