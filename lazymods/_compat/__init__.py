@@ -101,6 +101,7 @@ _PLACES = {name: module for module, names in _FUNCTIONS.items() for name in name
 _TWINS = {  # and what it does
     "abstract": ("plain_abstract", "jax.eval_shape, and Flax's own initializers one by one"),
     "fast_traces": ("traces", "public functions of jax.extend.core"),
+    "named_axes": ("plain_axes", "tracing kernels without the names of axes"),
     "peeling": ("plain_peeling", "compiling an operator at each call in jax.grad or jax.vmap outside of jax.jit"),
     "placing": ("plain_placing", "jax.device_put"),
     "transforms": ("any_transform", "materialize before a transform"),
@@ -112,6 +113,7 @@ _FEATURES = {
     "fast_traces": "the first call of a layer",
     "grad_modes": "switching gradients off in lm.autograd",
     "jit": "lm.jit",
+    "named_axes": "lm.dispatch in jax.vmap(axis_name=...) or jax.shard_map",
     "peeling": "lm.dispatch",
     "placing": "bringing arrays to a device",
     "saving": "lm.autograd.saved_tensors_hooks",

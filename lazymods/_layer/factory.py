@@ -76,8 +76,8 @@ def lazy(cls: type[M], *, infer: Infer) -> LazyClass[M]:
             read-only mapping, and the first call's arguments, with a ``jax.ShapeDtypeStruct`` for every array. It
             returns a dict of the required constructor arguments that were not given, each an int or a tuple of ints,
             or None where the class takes that: ``{"in_features": x.shape[-1], "cond_features": None}``. An argument
-            that has a default may be among them, and wins over that, unless the caller gave it. A load wins over it in
-            the same way. So what follows from a default counts as unknown until then.
+            that has a default may be among them, and wins over that. A load wins over it in the same way. So what
+            follows from a default counts as unknown until then. What the caller gave stays, whatever ``infer`` says.
 
     Returns:
         A class. Its constructor takes the arguments of ``cls`` by keyword, without those that are to be inferred.

@@ -74,7 +74,8 @@ def infer_values(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs:
     """Call ``infer`` with the shapes of a call's arguments and check what it returns.
 
     Raises:
-        ShapeInferenceError: If it raises, or returns anything but the missing arguments as positive ints.
+        ShapeInferenceError: If it raises, or does not return the missing arguments as positive ints, or returns what
+            the constructor does not take.
     """
     spec = vars(layer)[STATE].spec
     config = MappingProxyType(spec.config | lifecycle.modules_of(layer))
@@ -94,6 +95,9 @@ def infer_values(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs:
         where = _graph.place(layer, type(layer).__name__)
         cause = None if isinstance(error, NotInferableError) else error
         raise ShapeInferenceError(Problem(where, describe_call(args, kwargs), needed, write)) from cause
+    if isinstance(values, Mapping):  # what the caller gave is not to be inferred
+        given = {*spec.config, *spec.modules}.difference(spec.left_out, spec.unknown)
+        values = {name: value for name, value in values.items() if name not in given}
     problem = _wrong_values(spec, values) or _zero(values)
     if problem is not None:
         got, needed, write = problem

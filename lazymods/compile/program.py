@@ -98,7 +98,8 @@ class Program:
         ran: Whether it ran, and so is compiled.
         calls_python: Whether it calls Python functions while it runs. They may raise when it has been started: it is
             waited for, and nothing is donated to it, so that the state is as before.
-        can_be_kept: Whether it depends on nothing but its leaves and constants: no tracer of a trace around it.
+        can_be_kept: Whether it depends on nothing but its leaves and constants: no tracer of a trace around it, and
+            no setting of JAX that the function has changed while it was traced.
     """
 
     def __init__(self, tape: Tape, record: Effects, takes: Sequence[int], inputs: int, donate: Sequence[int]) -> None:
@@ -236,7 +237,7 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     Returns:
         The program. If the body initialized a lazy layer, the program takes the new values after the leaves.
     """
-    start = time.perf_counter()
+    start, settings = time.perf_counter(), _compat_jit.trace_context()
     closed = jax.make_jaxpr(body)(list(leaves))
     record = body.record
     assert record is not None  # make_jaxpr has run the body
@@ -269,7 +270,9 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     donated: list[int] = []
     if donate and None not in inputs and not inside.jaxpr_calls_python(closed):  # else it may fail half way
         donated = sorted({i for i, o in kept if i is not None and ins[i].aval == avals[o]})
-    return Program(tape, record, takes, len(ins), donated)
+    program = Program(tape, record, takes, len(ins), donated)
+    program.can_be_kept = program.can_be_kept and _compat_jit.trace_context() == settings
+    return program
 
 
 def _with_inputs_for(closed: Any, constants: Sequence[int]) -> Any:
