@@ -156,12 +156,15 @@ def _name(request: InitRequest | None) -> str:
     return "" if init is None else getattr(init, "__name__", type(init).__name__)
 
 
-def call_in_blocks(init: Callable[..., Any], key: Any, shape: Shape, dtype: Any) -> jax.Array | None:
+def call_in_blocks(
+    init: Callable[..., Any], key: Any, shape: Shape, dtype: Any, sharding: Any = None
+) -> jax.Array | None:
     """Return ``init(key, shape, dtype)``; None if that is not known to come out the same in blocks."""
     data = host_value(key)
     if not isinstance(data, tuple) or jax.dtypes.canonicalize_dtype(dtype) != dtype:
         return None
-    return InitBatch([InitRequest(init, data, shape, np.dtype(dtype), shape, np.dtype(dtype))]).fill()[0]
+    request = InitRequest(init, data, shape, np.dtype(dtype), shape, np.dtype(dtype))
+    return InitBatch([request]).fill([sharding])[0]
 
 
 def _without_mesh() -> Any:
