@@ -93,6 +93,10 @@ class InitBatch:
                 out.append(_name(request) if how is None else f"{how.value}")
         return out
 
+    def made_whole(self) -> list[bool]:
+        """Say of each parameter whether it must be made whole, before devices get their parts of it."""
+        return [i not in self.made for i in range(len(self.requests))]
+
     def fill(self, shardings: Sequence[Any] = ()) -> list[jax.Array | None]:
         """Compute all in one go; None for each that is not known to come out as its initializer would give it.
 

@@ -19,10 +19,10 @@ from lazymods._initial.stacking import Shape
 
 
 class Skip(NamedTuple):
-    """After each ``period`` elements of a part, ``count`` elements of the whole value are left out."""
+    """After each ``period`` elements of a part, ``width`` elements of the whole value are left out."""
 
     period: int
-    count: int
+    width: int
 
 
 class Part(NamedTuple):
@@ -82,7 +82,7 @@ def put(value: Any, sharding: Any) -> Any:
         return value
     if sharding.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
         return jax.device_put(value, sharding)
-    if is_key(value):
+    if isinstance(value, jax.Array) and is_key(value):
         return _put_keys(value, sharding)
     whole = np.asarray(value)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
@@ -91,7 +91,7 @@ def put(value: Any, sharding: Any) -> Any:
 def _put_keys(keys: jax.Array, sharding: Any) -> jax.Array:
     data, impl = np.asarray(jax.random.key_data(keys)), str(jax.random.key_impl(keys))
     indices = sharding.addressable_devices_indices_map(keys.shape)
-    parts = [jax.device_put(jax.random.wrap_key_data(data[index], impl=impl), d) for d, index in indices.items()]
+    parts = [jax.random.wrap_key_data(jax.device_put(data[index], d), impl=impl) for d, index in indices.items()]
     return jax.make_array_from_single_device_arrays(keys.shape, sharding, parts)
 
 

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from lazymods import _graph, _memory
+from lazymods import _compat, _graph, _memory
 from lazymods._errors import Problem
 from lazymods._graph import Path, dotted
 from lazymods._initial import shards
@@ -237,7 +237,7 @@ def place_state(optimizer: nnx.Optimizer[Any], model: Any) -> None:
 
 def _sharding_of(array: Any) -> NamedSharding | None:
     """Return the place of an array on a mesh of several devices; None of any other, and of a tracer."""
-    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+    if not isinstance(array, jax.Array) or _compat.is_tracer(array):
         return None
     sharding = array.sharding
     return sharding if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None

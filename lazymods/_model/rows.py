@@ -18,6 +18,8 @@ from lazymods._model.abstract_call import AbstractCall, hidden_nodes
 from lazymods._model.report import LayerRow, ParameterShape, ShapeReport
 from lazymods._objects.traced_state import TracedState
 
+_UNKNOWN = "", False
+
 
 def report_of(model: Any, session: AbstractCall | None, drawing: PendingValues | None = None) -> ShapeReport:
     """Make the report of an abstract run; of a model that was not run if ``session`` is None.
@@ -40,8 +42,9 @@ def report_of(model: Any, session: AbstractCall | None, drawing: PendingValues |
             dataclasses.replace(p, first_name=first_names.get(p.first_name, p.first_name)) for p in parameters
         )
         if lazy and how:
-            inits = {e.name: how.get(id(e.value), "") for e in _graph.entries(node)}
-            parameters = tuple(dataclasses.replace(p, init=inits.get(p.name, "")) for p in parameters)
+            inits = {e.name: how.get(id(e.value), _UNKNOWN) for e in _graph.entries(node)}
+            said = [(p, *inits.get(p.name, _UNKNOWN)) for p in parameters]
+            parameters = tuple(dataclasses.replace(p, init=text, made_whole=whole) for p, text, whole in said)
         if not parameters and not lazy:
             continue
         call = session.calls.get(path) if session is not None else None
