@@ -141,8 +141,7 @@ class Traced(_Stage):
         super().__init__(jax.tree.map(lambda value: _info(value, donated), given))
         self.out_info = out_info
         self._target = _Target(function, program, call.key)
-        jitted, arranged = program.arranged(leaves)
-        self._traced = jitted.trace(*arranged)
+        self._traced = program.trace(leaves)
         if program.donated:
             self.jaxpr: Any = jax.make_jaxpr(lambda leaves: program.tape(jax.tree.leaves(leaves)))(leaves)
         else:
@@ -289,7 +288,7 @@ class _Target:
             if call.key not in self._keys:
                 raise _other_structure(self._function.name)
             plan, record = CallPlan(self._program, call), self._program.record
-            outputs = compiled(*self._program.arranged(plan.leaves(list(call.values)))[1])
+            outputs = compiled(*self._program.arranged(plan.leaves(list(call.values))))
             if self._program.calls_python:
                 tracing.waited(outputs)
             out = self._function.replay(record, outputs, call, plan)
