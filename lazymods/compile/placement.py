@@ -71,10 +71,16 @@ def _can_stay(before: Any, after: Any) -> bool:
     return shape == after.shape and spec == tuple(after.sharding.spec) and before.memory_space == after.memory_space
 
 
-def placement_of(leaves: Sequence[Any], stays: Sequence[Stay]) -> Placement | None:
-    """Return where the outputs go that take the place of these leaves; None if none of the leaves is on a mesh."""
+def placement_of(leaves: Sequence[Any], stays: Sequence[Stay], named: Any = None) -> Placement | None:
+    """Return where the outputs go that take the place of these leaves; None if no mesh is in play.
+
+    Args:
+        leaves: What a program is called with.
+        stays: Its outputs that take the place of a leaf.
+        named: A mesh that the program itself names.
+    """
     held = [getattr(leaf, "sharding", None) if _is_placed(leaf) else None for leaf in leaves]
-    mesh = _mesh_of(leaves, held)
+    mesh = _mesh_of(leaves, held, named)
     if mesh is None:
         return None
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -92,14 +98,14 @@ def _is_placed(leaf: Any) -> bool:
     return type(leaf) is _compat_jit.ARRAY or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _mesh_of(leaves: Sequence[Any], held: Sequence[Any]) -> Any:
-    """Return the mesh where leaves are; if they are nowhere in particular, the one of ``jax.set_mesh``, if any."""
+def _mesh_of(leaves: Sequence[Any], held: Sequence[Any], named: Any) -> Any:
+    """Return the mesh where leaves are; if they are nowhere in particular, the one that is named, if any is."""
     for sharding in held:
         if isinstance(sharding, NamedSharding):
             return sharding.mesh
     if _compat.current_trace() is not _compat.eval_trace():
         return None
-    mesh = jax.sharding.get_mesh()
+    mesh = named or jax.sharding.get_mesh()
     return None if mesh.empty or any(getattr(leaf, "committed", False) for leaf in leaves) else mesh
 
 
@@ -114,7 +120,8 @@ def _cut(sharding: Any, ndim: int) -> Any:
 
 def settled(leaves: Sequence[Any], outputs: Sequence[Any], stays: Sequence[Stay]) -> Sequence[Any]:
     """Return outputs of which those that take the place of a leaf are where it was."""
-    placement = placement_of(leaves, stays)
+    found = (outputs[stay.output].sharding for stay in stays)
+    placement = placement_of(leaves, stays, next((s.mesh for s in found if isinstance(s, NamedSharding)), None))
     if placement is None:
         return outputs
     moved = list(outputs)

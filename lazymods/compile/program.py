@@ -143,6 +143,7 @@ class Program:
             self.launch = self._launch_and_wait if self.calls_python else self._launch if stays else self._run
         places = {leaf: place for place, leaf in enumerate(self.order)}
         self._stays: Sequence[Stay] = [stay._replace(leaf=places[stay.leaf]) for stay in stays]
+        self._mesh = inside.mesh_in(tape.jaxpr) if stays else None
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[Effects, Sequence[Any]]:
         """Run the program.
@@ -180,7 +181,7 @@ class Program:
         if not self._stays:
             return self._run
         flat, treedef = jax.tree.flatten(arguments)
-        placement = placement_of(flat, self._stays)
+        placement = placement_of(flat, self._stays, self._mesh)
         if placement is None:
             return self._run
         found = self._placed.get((treedef, placement))
