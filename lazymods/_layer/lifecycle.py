@@ -25,7 +25,7 @@ from lazymods import _compat, _graph
 from lazymods._counts import COUNTS
 from lazymods._errors import Problem, ShapeInferenceError, UninitializedError
 from lazymods._graph import STATE, Path
-from lazymods._initial import draws
+from lazymods._initial import draws, placement
 from lazymods._initial.stacking import Stackings
 from lazymods._layer.abstract_module import AbstractModule, Slot
 from lazymods._layer.config import ConstructorInit, LayerConfig
@@ -105,7 +105,7 @@ def fill(layer: Any, values: Mapping[str, Any], *, traced_zeros: bool = False) -
 
 def _write(layer: Any, path: Path, variable: Any, array: Any) -> None:
     if isinstance(variable, UninitializedArray):
-        put(layer, path, array)
+        put(layer, path, placement.at_place(variable, array))
     elif isinstance(variable, UninitializedVariable):  # a tie inside the layer may have filled it
         variable.become(array)
 
@@ -202,7 +202,9 @@ class PendingValues:
     def run(self) -> list[dict[Path, Any]]:
         """Compute what is known to come out as the layers themselves would make it, by layer and path."""
         out: list[dict[Path, Any]] = [{} for _ in self.layers]
-        for (i, path), array in zip(self._places, self._plan.fill(), strict=True) if self._plan is not None else ():
+        shardings = [placement.place_of(self.layers[i][1][path]) for i, path in self._places]
+        made = self._plan.fill(shardings) if self._plan is not None else ()
+        for (i, path), array in zip(self._places, made, strict=True) if made else ():
             if array is not None:
                 out[i][path] = array
         return out

@@ -23,7 +23,8 @@ def mesh_of(**axes: int) -> Mesh:
 
 def arrays(model: Any, *filters: Any) -> dict[str, jax.Array]:
     """Every array of a model by its dotted name, random state left out unless other filters are given."""
-    pairs = nnx.to_flat_state(nnx.state(model, *(filters or (nnx.Not(nnx.RngState),))))
+    state: Any = nnx.state(model, *(filters or (nnx.Not(nnx.RngState),)))
+    pairs = nnx.to_flat_state(state)
     return {".".join(map(str, path)): v.get_raw_value() if isinstance(v, nnx.Variable) else v for path, v in pairs}
 
 
