@@ -118,6 +118,17 @@ def _cut(sharding: Any, ndim: int) -> Any:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:ndim]), memory_kind=sharding.memory_kind)
 
 
+def spec_of(kind: Any) -> jax.ShapeDtypeStruct:
+    """Return the spec of an array of a type; it says where the array is if the type does."""
+    weak = getattr(kind, "weak_type", False)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=weak, sharding=sharding_in(kind))
+
+
+def sharding_in(kind: Any) -> NamedSharding | None:
+    """Return what a type says of where its arrays are; None if nothing."""
+    return kind.sharding if any(kind.sharding.spec) else None
+
+
 def settled(leaves: Sequence[Any], outputs: Sequence[Any], stays: Sequence[Stay]) -> Sequence[Any]:
     """Return outputs of which those that take the place of a leaf are where it was."""
     found = (outputs[stay.output].sharding for stay in stays)

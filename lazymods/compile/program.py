@@ -26,7 +26,7 @@ from lazymods._compat import jit as _compat_jit
 from lazymods._compat import tracing
 from lazymods._counts import COUNTS
 from lazymods._recording import inside
-from lazymods.compile.placement import Placement, Stay, placement_of, stays_of
+from lazymods.compile.placement import Placement, Stay, placement_of, sharding_in, spec_of, stays_of
 from lazymods.compile.records import Effects
 from lazymods.compile.trace import Body, is_beside
 
@@ -243,7 +243,7 @@ class Program:
 
 def _zeros(aval: Any) -> Any:
     """Return what stands for an input of which nothing is computed that is wanted: XLA leaves it out."""
-    return jax.lax.full(aval.shape, 0, aval.dtype)
+    return jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding_in(aval))
 
 
 def signature_of(leaves: Sequence[Any]) -> Hashable:
@@ -336,5 +336,5 @@ def _with_inputs_for(closed: Any, constants: Sequence[int]) -> Any:
             consts[number] = value
         return eval_jaxpr(closed.jaxpr, consts, *inputs[:count])
 
-    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
+    specs = map(spec_of, closed.in_avals)
     return jax.make_jaxpr(run)([*specs, *(closed.consts[i] for i in constants)])

@@ -26,6 +26,7 @@ from lazymods.compile.arguments import Arguments, Splitter, is_whole
 from lazymods.compile.binding import Binding
 from lazymods.compile.call_plan import CallPlan
 from lazymods.compile.dot import dot
+from lazymods.compile.placement import spec_of
 from lazymods.compile.program import Program
 from lazymods.compile.replay import EffectsReplay
 
@@ -327,8 +328,7 @@ def shape_of(value: Any) -> Any:
         return with_inputs(value, jax.tree.map(shape_of, input_of(value)))
     if kind_of(value) is not TokenKind.ARRAY:
         return value
-    aval = jax.typeof(value)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    return spec_of(jax.typeof(value))
 
 
 def _shapes(program: Program, call: Binding) -> Any:

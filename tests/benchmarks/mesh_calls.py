@@ -7,6 +7,7 @@ of calls each; a ratio is the median of the ratios round by round. ``short`` say
 """
 
 import argparse
+import functools
 import os
 import statistics
 import time
@@ -80,18 +81,18 @@ def main(models: list[str], rounds: int, calls: int) -> None:
     for name in models:
         for training in (False, True):
             held, step = on_mesh(name, training, mesh), lm.jit(STEPS[training])
-            rows = {"flat": flat(name, training, mesh, x), "lm": lambda: step(*held, x)}
+            rows = {"flat": flat(name, training, mesh, x), "lm": functools.partial(step, *held, x)}
             times: dict[str, list[float]] = {row: [] for row in rows}
             for number in range(rounds + 1):
                 for row, call in rows.items():
-                    start, out = time.perf_counter(), None
+                    start = time.perf_counter()
                     for _ in range(calls):
-                        out = jax.block_until_ready(call())
+                        jax.block_until_ready(call())
                     if number:  # the first round compiles
                         times[row].append((time.perf_counter() - start) * 1e6 / calls)
             a, b = (statistics.median(times[row]) for row in rows)
             ratio = statistics.median(one / other for one, other in zip(times["lm"], times["flat"], strict=True))
-            short = step._fast.plan._launch._ready is not None
+            short = step._fast is not None and step._fast.plan._launch._ready is not None
             print(f"{name} {'train' if training else 'fwd':8}{a:9.1f}{b:9.1f}{ratio:9.3f}  {'yes' if short else 'no'}")
 
 
