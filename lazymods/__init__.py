@@ -16,6 +16,7 @@ from lazymods._errors import UninitializedError as UninitializedError
 from lazymods._graph import has_uninitialized_params as has_uninitialized_params
 from lazymods._graph import is_lazy as is_lazy
 from lazymods._graph import uninitialized_paths as uninitialized_paths
+from lazymods._gru_cell import ResetAfterGRUCell as ResetAfterGRUCell
 from lazymods._layer.factory import lazy as lazy
 from lazymods._layer.mixin import LazyModuleMixin as LazyModuleMixin
 from lazymods._layer.placeholder import UninitializedBuffer as UninitializedBuffer
