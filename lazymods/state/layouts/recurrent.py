@@ -171,7 +171,7 @@ class BothWays(Rule):
     cannot: Sequence[Cannot] = (_MORE_LAYERS, _PROJECTED)
 
     def inside(self, site: Site, key: Any, child: Any) -> Site:
-        """Give both PyTorch's prefix, and the one that goes backward its suffix; cells of one's own keep their names."""
+        """Give both PyTorch's prefix, and the one that goes backward its suffix; own cells keep their names."""
         suffix = {"forward_rnn": "", "backward_rnn": "_reverse"}.get(key)
         if suffix is None or not isinstance(child, nnx.RNN) or not isinstance(child.cell, tuple(CELLS)):
             return site.below(child, key)
