@@ -160,7 +160,8 @@ def _layouts(shape: tuple[int, ...], theirs: Array, module: Any) -> Iterator[Arr
     if axis is not None and np.moveaxis(theirs, axis, -1).shape == shape:
         yield np.moveaxis(theirs, axis, -1)
         return
-    if theirs.ndim == 3 and name in _TIME_FIRST and not module.batch_first and theirs.swapaxes(0, 1).shape == shape:
+    time_first = name in _TIME_FIRST and not getattr(module, "batch_first", True)
+    if theirs.ndim == 3 and time_first and theirs.swapaxes(0, 1).shape == shape:
         yield theirs.swapaxes(0, 1)
         if theirs.shape == shape:  # the model may have time first as well
             yield theirs
