@@ -43,8 +43,8 @@ class ViT(nnx.Module):
 
 NAMES = [(r"^vit\.", ""), (r"^(embeddings|encoder)\.", ""), (r"patch_embeddings\.projection", "patches"),
          ("position_embeddings", "position"), (r"attention\.attention", "attn"),
-         (r"attention\.output\.dense", "attn.out"), (r"intermediate\.dense", "up"), (r"output\.dense", "down"), ("layernorm_before", "norm1"),
-         ("layernorm_after", "norm2"), ("^layernorm", "norm")]  # fmt: skip
+         (r"attention\.output\.dense", "attn.out"), (r"intermediate\.dense", "up"), (r"output\.dense", "down"),
+         ("layernorm_before", "norm1"), ("layernorm_after", "norm2"), ("^layernorm", "norm")]  # fmt: skip
 
 
 def load(folder: str) -> ViT:

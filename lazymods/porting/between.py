@@ -35,24 +35,30 @@ class Earlier(NamedTuple):
     match: Match
 
 
-FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "nothing": lambda x: x,
-    "gelu in its exact form (nnx.gelu(x, approximate=False))": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu in its tanh form (nnx.gelu(x))": jax.nn.gelu,
-    "gelu in its sigmoid form (x * nnx.sigmoid(1.702 * x))": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "relu": jax.nn.relu,
-    "relu6": jax.nn.relu6,
-    "silu": jax.nn.silu,
-    "tanh": jnp.tanh,
-    "sigmoid": jax.nn.sigmoid,
-    "elu": jax.nn.elu,
-    "leaky_relu": jax.nn.leaky_relu,
-    "hard_swish": jax.nn.hard_swish,
-    "mish": jax.nn.mish,
-    "softplus": jax.nn.softplus,
-    "softmax": jax.nn.softmax,
-    "log_softmax": jax.nn.log_softmax,
+class Function(NamedTuple):
+    """An activation, and how it is written."""
+
+    call: Callable[[Any], Any]
+    code: str
+
+
+def _named(name: str) -> Function:
+    return Function(getattr(nnx, name), f"nnx.{name}(x)")
+
+
+_OTHERS = (
+    *("relu", "relu6", "silu", "tanh", "sigmoid", "elu", "selu", "celu", "leaky_relu", "hard_swish", "hard_tanh"),
+    *("hard_sigmoid", "softplus", "soft_sign", "log_sigmoid", "softmax", "log_softmax"),
+)
+FUNCTIONS: dict[str, Function] = {
+    "nothing": Function(lambda x: x, "no function"),
+    "gelu (exact)": Function(lambda x: jax.nn.gelu(x, approximate=False), "nnx.gelu(x, approximate=False)"),
+    "gelu (tanh form)": _named("gelu"),
+    "gelu (sigmoid form)": Function(lambda x: x * jax.nn.sigmoid(1.702 * x), "x * nnx.sigmoid(1.702 * x)"),
+    "mish": Function(jax.nn.mish, "jax.nn.mish(x)"),
 }
+FUNCTIONS |= {name: _named(name) for name in _OTHERS}
+
 
 
 def of_input(node: Any, path: str, match: Match | None, earlier: Sequence[Earlier]) -> Reason | None:
@@ -90,7 +96,7 @@ def other_function(match: Match, earlier: Sequence[Earlier]) -> Reason | None:
         ours, theirs = min(here, key=here.__getitem__), min(there, key=there.__getitem__)
         if max(here[ours], there[theirs]) > _CLOSE or here[theirs] <= 4 * here[ours] + _ROUNDING:
             continue
-        line = "" if theirs == "nothing" else f"{theirs} of {before.where}"
+        line = f"{FUNCTIONS[theirs].code} for x, {before.where}"
         return Reason(f"of {before.where} the model takes {ours}, PyTorch {theirs}", line)
     return None
 
@@ -100,7 +106,7 @@ def _errors(before: Array, after: Array) -> dict[str, float]:
     x = jnp.asarray(before.astype(np.float32))
     found = {}
     for name, function in FUNCTIONS.items():
-        difference, scale = difference_of(np.asarray(function(x)).astype(np.float64), after)
+        difference, scale = difference_of(np.asarray(function.call(x)).astype(np.float64), after)
         found[name] = difference / max(scale, SMALLEST_SCALE)
     return found
 

@@ -78,7 +78,8 @@ class ParityReport:
                 size = "in shape, or in what is no number"
             lines = [f"{first.where} is the first that differs, after {before} that agree: {size}"]
             lines += [f"  why:    {self.reason}"] + ([f"  write:  {self.write}"] if self.write else [])
-        return "\n".join([*lines, "", *self._table(), *(f"note: {note}" for note in self.notes)])
+        notes = [f"note: {note}" for note in self.notes]
+        return "\n".join([*lines, "", *self._table(), *([""] if notes else []), *notes])
 
     __repr__ = __str__
 
@@ -92,7 +93,7 @@ class ParityReport:
         hidden = shown.start, max(0, len(self.rows) - shown.stop)
         if hidden[0]:
             lines.insert(1, f"... {hidden[0]} rows that agree")
-        return lines + ([f"... {hidden[1]} more rows"] if hidden[1] else []) + [""]
+        return lines + ([f"... {hidden[1]} more rows"] if hidden[1] else [])
 
 
 def _cells(row: ParityRow) -> tuple[str, ...]:

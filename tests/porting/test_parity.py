@@ -145,7 +145,7 @@ MISTAKES = [
             "a sum with the output of fc1 (Linear)"),
     Mistake("softmax", {"wrong": "softmax"}, "",
             "of the output of norm (LayerNorm) the model takes nothing, PyTorch softmax",
-            "softmax of the output of norm (LayerNorm)"),
+            "nnx.softmax(x) for x, the output of norm (LayerNorm)"),
 ]  # fmt: skip
 
 
@@ -186,8 +186,8 @@ def test_gelu_and_its_tanh_form(torch_net: Any, file: Path):
         net.up, net.gelu, net.down = nn.Linear(8, 16), nn.GELU(form), nn.Linear(16, 4)
         return net
 
-    exact, by_tanh = "gelu in its exact form (nnx.gelu(x, approximate=False))", "gelu in its tanh form (nnx.gelu(x))"
-    forms = {"none": exact, "tanh": by_tanh}
+    forms = {"none": "gelu (exact)", "tanh": "gelu (tanh form)"}
+    code = {"none": "nnx.gelu(x, approximate=False)", "tanh": "nnx.gelu(x)"}
     x = 3 * np.random.default_rng(0).standard_normal((4, 8)).astype("f4")
     for form, other in (("none", "tanh"), ("tanh", "none")):
         net, model = twin(form), Mlp(form == "none")
@@ -196,9 +196,9 @@ def test_gelu_and_its_tanh_form(torch_net: Any, file: Path):
         report = lm.parity(model, net, x)
         assert report.first is not None
         assert report.first.path == "down"
-        where = "of the output of up (Linear)"
-        assert report.reason == f"{where} the model takes {forms[other]}, PyTorch {forms[form]}"
-        assert report.write == f"{forms[form]} {where}"
+        where = "the output of up (Linear)"
+        assert report.reason == f"of {where} the model takes {forms[other]}, PyTorch {forms[form]}"
+        assert report.write == f"{code[form]} for x, {where}"
         close = lm.parity(model, net, x, tolerance=0.1)  # the same is told where the numbers pass
         assert close.agrees
         assert close.notes == (f"down: {report.reason}; write {report.write}",)
