@@ -299,7 +299,7 @@ CELLS = [
         kernel_init=he, bias_init=normal, kernel_metadata={"role": "k"}),
     row("reset-after-gru-cell", "ResetAfterGRUCell", three, one_carry, hidden_features=4, main=True),
     row("reset-after-gru-cell-options", "ResetAfterGRUCell", three, one_carry, hidden_features=4,
-        activation_fn=jax.nn.relu, param_dtype=bf16, dtype=jnp.float32, bias_init=normal,
+        activation_fn=jax.nn.relu, param_dtype=bf16, recurrent_kernel_init=he, dtype=jnp.float32, bias_init=normal,
         bias_metadata={"role": "b"}),
 ]
 
