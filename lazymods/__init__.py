@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from lazymods.compile.lowering import Lowered as Lowered
     from lazymods.compile.lowering import lower as lower
     from lazymods.compile.persistent import set_compilation_cache as set_compilation_cache
+    from lazymods.nn.stack import Stack as Stack
     from lazymods.state import LoadResult as LoadResult
     from lazymods.state.checkpoint import load as load
     from lazymods.state.layouts import export_torch as export_torch
@@ -92,6 +93,7 @@ _ON_FIRST_USE = {
     "ParameterShape": "lazymods._model.report",
     "PendingSave": "lazymods.state.orbax_saving",
     "ShapeReport": "lazymods._model.report",
+    "Stack": "lazymods.nn.stack",
     "export_torch": "lazymods.state.layouts",
     "infer_shapes": "lazymods._model.inference",
     "load": "lazymods.state.checkpoint",
