@@ -24,7 +24,9 @@ from lazymods._layer import stacked_values
 from lazymods._layer.building import LazyState
 from lazymods._layer.config import LayerConfig
 from lazymods._layer.formulas import same_static
+from lazymods._layer.lifecycle import TRANSIENT
 
+LAYERS = "layers"  # metadata of caches and intermediates of a stack that have the axis of the layers
 _AXES = "out_sharding"  # metadata with a name for each axis of the value
 
 
@@ -192,7 +194,8 @@ class _Joining:
             self.problems.append(Problem(dotted(path), got, needed, "ref=False for it"))
             return first
         raw = self._pending(raws, path) if isinstance(raws[0], PendingInit) else self._tree(raws, path)
-        return _compat.new_variable(type(first), raw, with_axis(metadata[0]))
+        mark = {LAYERS: len(variables)} if isinstance(first, TRANSIENT) else {}
+        return _compat.new_variable(type(first), raw, with_axis(metadata[0]) | mark)
 
     def _pending(self, pendings: Sequence[PendingInit], path: Path) -> Any:
         first = pendings[0]
@@ -249,7 +252,16 @@ def with_axis(metadata: dict[str, Any]) -> dict[str, Any]:
 
 def without_axis(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata of a Variable for a value without its first axis."""
-    return _respelled(metadata, lambda spec: tuple(spec)[1:])
+    kept = {k: v for k, v in metadata.items() if k != LAYERS}
+    return _respelled(kept, lambda spec: tuple(spec)[1:])
+
+
+def has_no_layers(owner: Any) -> bool:
+    """Whether a Variable was set on a stack without the axis of the layers: each of the blocks gets its value.
+
+    Flax sets caches so: ``init_cache`` of a layer asks nobody how many layers there are.
+    """
+    return isinstance(owner, TRANSIENT) and not owner.has_metadata(LAYERS)
 
 
 def _respelled(metadata: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -316,6 +328,8 @@ def _values_of(owner: Any, n: int, abstract: bool) -> list[Any]:
     raw = owner if kind_of(owner) is ARRAY else owner.get_raw_value()
     if isinstance(raw, PendingInit):
         return [part_of_pending(raw, i) for i in range(n)]
+    if has_no_layers(owner):
+        return [raw] * n
     return stacked_values.parts(raw, n, abstract=abstract)
 
 

@@ -19,10 +19,9 @@ from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem, ShapeInferenceError, describe
 from lazymods._graph import ARRAY, NODE, OTHER, VARIABLE, kind_of
 from lazymods._layer import stacked_values
-from lazymods._layer.blocks import copied, rebuilt
+from lazymods._layer.blocks import LAYERS, copied, has_no_layers, rebuilt, with_axis, without_axis
 from lazymods._layer.lifecycle import TRANSIENT
 
-LAYERS = "layers"  # metadata of caches and intermediates that have the axis of the layers
 
 
 class BlockCall:
@@ -84,20 +83,22 @@ class BlockCall:
     def _values_of(self, owner: Any) -> Any:
         """Return the values for all layers; what was set on the stack without their axis is for each of them."""
         raw = _raw(owner)
-        if isinstance(owner, TRANSIENT) and not owner.has_metadata(LAYERS):
+        if has_no_layers(owner):
             return jax.tree.map(lambda a: jnp.broadcast_to(a, (self._n, *jnp.shape(a))), raw)
         return raw
 
     def _step(self, x: Any, carried: list[Any], values: list[Any]) -> tuple[tuple[Any, list[Any]], dict[str, Any]]:
         """Call one block; return its output, what is shared, and the values that have changed or are new, by name."""
         given = {id(o): v for o, v in zip([*self._shared, *self._stacked], [*carried, *values], strict=True)}
+        sliced = set(map(id, self._stacked))
         memo: dict[int, Any] = {}
 
         def leaf(owner: Any) -> Any:
             value = given.get(id(owner), owner)
             if kind_of(owner) is ARRAY:
                 return value
-            return _compat.new_variable(type(owner), value, dict(_compat.raw_metadata(owner)))
+            metadata = _compat.raw_metadata(owner)
+            return _compat.new_variable(type(owner), value, without_axis(metadata) if id(owner) in sliced else dict(metadata))
 
         block, *objects = [copied(root, leaf, memo) for root in self._roots]
         places = iter(objects)
@@ -148,15 +149,14 @@ class BlockCall:
                 value = found.get(f"{number}.{entry.name}", _graph.MISSING)
                 if value is not _graph.MISSING:
                     values[id(entry.value)] = value
+        for owner in filter(has_no_layers, self._stacked):  # a new one has the axis: nnx.jit carries out no metadata
+            copy = id(self._copies[id(owner)])
+            values.setdefault(copy, self._values_of(owner))
+            del originals[copy]
         for copy, value in values.items():
             owner = originals.get(copy)
             if kind_of(owner) is VARIABLE:
                 owner.set_raw_value(value)
-        for owner in self._stacked:
-            if isinstance(owner, TRANSIENT) and not owner.has_metadata(LAYERS):
-                if id(self._copies.get(id(owner))) not in values:
-                    owner.set_raw_value(self._values_of(owner))
-                owner.set_metadata(LAYERS, self._n)
         self._write_objects(originals, values)
 
     def _pairs(self) -> list[tuple[Any, Any]]:
@@ -171,7 +171,7 @@ class BlockCall:
             new = values.get(id(value), value)
             if kind_of(value) is ARRAY:
                 return new
-            metadata = dict(_compat.raw_metadata(value))
+            metadata = with_axis(_compat.raw_metadata(value))
             if isinstance(value, TRANSIENT):
                 metadata[LAYERS] = self._n
             return _compat.new_variable(type(value), new, metadata)
@@ -190,7 +190,7 @@ class BlockCall:
         kind = kind_of(after)
         if kind is OTHER:
             return before if type(before) is type(after) and before is after else after
-        if before is not _graph.MISSING and self._copies.get(id(before)) is after and kind <= NODE:
+        if kind <= NODE and self._copies.get(id(before)) is after and not has_no_layers(before):
             return before
         if kind <= NODE or before is _graph.MISSING or kind_of(before) is not kind:
             return copied(after, leaf, memo)
