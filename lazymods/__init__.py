@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from lazymods.compile.lowering import Lowered as Lowered
     from lazymods.compile.lowering import lower as lower
     from lazymods.compile.persistent import set_compilation_cache as set_compilation_cache
+    from lazymods.nn.stack import Stack as Stack
     from lazymods.porting.parity import parity as parity
     from lazymods.porting.report import ParityReport as ParityReport
     from lazymods.porting.report import ParityRow as ParityRow
@@ -99,6 +100,7 @@ _ON_FIRST_USE = {
     "ParameterShape": "lazymods._model.report",
     "PendingSave": "lazymods.state.orbax_saving",
     "ShapeReport": "lazymods._model.report",
+    "Stack": "lazymods.nn.stack",
     "export_torch": "lazymods.state.layouts",
     "infer_shapes": "lazymods._model.inference",
     "load": "lazymods.state.checkpoint",

@@ -192,6 +192,11 @@ def initialize(reach: list[Any], run: Callable[..., Any], arrays: list[Any]) -> 
     _materialize(lambda: AbstractCall(reach, (arrays,), {}, run), None, None, None)
 
 
+def initialize_called(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Initialize the lazy layers that a call of a model would reach, whatever the names of its arguments."""
+    _materialize(lambda: AbstractCall(model, args, kwargs), None, None, None)
+
+
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
     """Put off the collection of cycles: nearly all that is made here is kept, and each would go through all of it."""

@@ -18,7 +18,7 @@ from lazymods import _graph
 from lazymods._error_lists import cause_of
 from lazymods._errors import StateDictError, describe
 from lazymods._initial.keys import is_key
-from lazymods._layer import lifecycle
+from lazymods._layer import lifecycle, stacks
 from lazymods.state import names
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.opening import read_checkpoint
@@ -103,7 +103,7 @@ def load(
         raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
-    with lifecycle.LOCK:
+    with lifecycle.LOCK, stacks.apart(abstract=True):
         survey = Survey(model)
 
         def read(file: Checkpoint) -> tuple[Checkpoint, dict[str, Any], dict[str, tuple[str, ...]]]:

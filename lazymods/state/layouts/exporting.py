@@ -11,6 +11,7 @@ from flax import nnx
 
 from lazymods import _graph
 from lazymods._errors import Problem, StateDictError, UninitializedError, describe, located
+from lazymods._layer import stacks
 from lazymods.state.entries import Place, named_places
 from lazymods.state.layouts.importing import with_sizes
 from lazymods.state.layouts.site import Array, Refusal, Site
@@ -42,6 +43,11 @@ def export_torch(model: nnx.Module, *, flatten: Mapping[str, Sequence[int]] | No
         >>> {k: v.shape for k, v in lm.export_torch(nnx.Linear(3, 4, rngs=nnx.Rngs(0))).items()}
         {'weight': (4, 3), 'bias': (4,)}
     """
+    with stacks.apart():
+        return _export(model, flatten)
+
+
+def _export(model: nnx.Module, flatten: Mapping[str, Sequence[int]] | None) -> dict[str, Array]:
     left = {name: place for name, place in named_places(model).items() if not place.is_rng}
     _check_ready(model, left)
     found, problems = with_sizes(list(sites(model)), flatten)
