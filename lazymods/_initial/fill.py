@@ -70,6 +70,7 @@ class InitBatch:
         self.requests = requests
         self.made: dict[int, Drawn | Constant] = {}
         self.runs: dict[int, Run] = {}
+        self._unknown = {i for i, r in enumerate(requests) if not calling and r is not None and _must_be_called(r)}
         for i, request in enumerate(requests):
             how = None if request is None else _made(request, calling)
             if isinstance(how, Run):
@@ -94,8 +95,8 @@ class InitBatch:
         return out
 
     def made_whole(self) -> list[bool]:
-        """Say of each parameter whether it must be made whole, before devices get their parts of it."""
-        return [i not in self.made for i in range(len(self.requests))]
+        """Say of each parameter whether it is known that it must be made whole, before devices get their parts."""
+        return [i not in self.made and i not in self._unknown for i in range(len(self.requests))]
 
     def fill(self, shardings: Sequence[Any] = ()) -> list[jax.Array | None]:
         """Compute all in one go; None for each that is not known to come out as its initializer would give it.
@@ -190,6 +191,12 @@ def _device() -> Any:
         return None
     device = _memory.default_device()
     return device if _compat.executing() and device.platform in MANY else None
+
+
+def _must_be_called(request: InitRequest) -> bool:
+    """Whether what an initializer does is known only when it has been called."""
+    init = request.init
+    return request.key is not None and not isinstance(init, Constant) and not _compat.is_jax_initializer(init)
 
 
 def _made(request: InitRequest, calling: bool) -> Drawn | Constant | Run | None:

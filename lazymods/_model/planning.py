@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -174,13 +175,15 @@ def with_optimizer(report: ShapeReport, model: Any, optimizer: Any) -> ShapeRepo
         got, needed = f"a {type(optimizer).__name__}", "an optax transformation, or the optimizer of the model"
         raise ArgumentError(Problem("optimizer=", got, needed, "optimizer=optax.adam(1e-3)"))
     by_name = {f"{row.path}.{p.name}".lstrip("."): p for row in report.rows for p in row.parameters}
-    flat = {p: v for p, v in nnx.to_flat_state(nnx.state(model, wrt)) if not _graph.is_placeholder(v)}
-    abstract: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.from_flat_state(flat))
-    trained = {path: by_name[dotted(path)] for path in flat}
+    chosen = [(path, variable, by_name[dotted(path)]) for path, variable in nnx.to_flat_state(nnx.state(model, wrt))]
+    trained = {path: p for path, _, p in chosen if p.size is not None}
+    abstract: Any = nnx.from_flat_state({path: _of_shape(v, p) for path, v, p in chosen if path in trained})
     kept = dict.fromkeys((p.first_name for p in trained.values()), 0)
-    apart = 0
+    apart = np.dtype(np.uint32).itemsize  # nnx.Optimizer counts its steps
     for path, held in leaves_of_state(jax.eval_shape(tx.init, abstract)):
         leaf = held.get_raw_value() if isinstance(held, nnx.Variable) else held
+        if not hasattr(leaf, "shape"):  # optax puts a node of its own where it keeps nothing
+            continue
         parameter = parameter_of(path, leaf, trained)
         if parameter is None:
             apart += bytes_on_device(leaf.shape, leaf.dtype, None)
@@ -193,6 +196,13 @@ def with_optimizer(report: ShapeReport, model: Any, optimizer: Any) -> ShapeRepo
         return {"gradient_bytes_per_device": grad, "optimizer_bytes_per_device": kept.get(p.first_name, 0)}
 
     return dataclasses.replace(_with(report, changes), optimizer_bytes_apart=apart)
+
+
+def _of_shape(variable: nnx.Variable[Any], parameter: ParameterShape) -> nnx.Variable[Any]:
+    """Return a Variable that holds a shape and a dtype."""
+    shape: Any = parameter.shape
+    held = getattr(variable, "target", type(variable))
+    return held.from_metadata(jax.ShapeDtypeStruct(shape, parameter.dtype), dict(parameter.metadata))
 
 
 def leaves_of_state(state: Any) -> list[tuple[Path, Any]]:

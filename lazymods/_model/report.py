@@ -33,7 +33,7 @@ class ParameterShape:
         init: How ``materialize`` makes it: by which initializer, and from which compiled kernel; the value itself
             where all elements are equal; '' if it has a value, or is made by ``initialize_parameters``.
         made_whole: Whether ``materialize`` makes it whole before the devices of a mesh get their parts, as its
-            initializer can't be drawn in parts.
+            initializer can't be drawn in parts. ``infer_shapes`` calls no initializer of a user, and says False.
         trained: Of an ``nnx.Param``, False if it is frozen (``lm.autograd.requires_grad_``); None of a buffer.
         sharding: Where it goes on the mesh; None without a mesh, or while an axis is unknown.
         gradient_bytes_per_device: Bytes of its gradient on a device; None unless an optimizer was given.
