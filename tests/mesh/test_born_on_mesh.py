@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from on_mesh import P, arrays, assert_placed, assert_same_on_mesh, by_pairs, live_bytes, mesh_of
 
 import lazymods as lm
+from lazymods._initial import fill
 
 RULES = [("kernel", P("data", "model")), ("bias", P("model"))]
 X = spec(2, 8)
@@ -62,6 +63,34 @@ def test_initializers_in_parts_and_whole(init, whole):
     assert ("made whole" in str(report)) is whole
     assert plan.rows[0].parameters[0].made_whole is (whole and init not in (tanh, of_numpy, of_another_dtype))
     assert "made whole" not in str(lm.infer_shapes(lazy_linear(kernel_init=init, rngs=nnx.Rngs(0)), X))
+
+
+class Several(nnx.Module):
+    def __init__(self, make, inits):
+        self.layers = nnx.List([make(kernel_init=init, rngs=nnx.Rngs(i)) for i, init in enumerate(inits)])
+
+    def __call__(self, x):
+        return [layer(x) for layer in self.layers]
+
+
+def test_what_a_gpu_makes_whole_is_spread_by_xla(monkeypatch):
+    """Under one jit, to rounding; a CPU stands for the GPU here."""
+    spread = []
+
+    def may_be_spread(run, place):
+        spread.append(place)
+        return True
+
+    monkeypatch.setattr(fill, "_may_be_spread", may_be_spread)
+    inits, mesh = [nnx.initializers.orthogonal(), tanh, of_another_dtype], grid()
+    model, want = Several(lazy_linear, inits), Several(linear, inits)
+    lm.materialize(model, X, mesh=mesh, rules=RULES)
+    assert [place.spec for place in spread] == [P("data", "model")] * 3
+    for name, array in arrays(model).items():
+        twin = arrays(want)[name]
+        assert_placed(array, mesh, by_pairs(RULES)(name), name)
+        assert array.dtype == twin.dtype
+        np.testing.assert_allclose(array.astype(np.float32), twin.astype(np.float32), rtol=1e-5, atol=1e-6)
 
 
 def lazy_linear(**options):
