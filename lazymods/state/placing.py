@@ -75,15 +75,17 @@ class Placing(NamedTuple):
                 del asked[name]
         return found
 
-    def move_rest(self, model: Any) -> None:
+    def move_rest(self, survey: Survey) -> None:
         """Bring what a load has left as it was, or has initialized, to its place as well.
+
+        Args:
+            survey: The model, after the load.
 
         Raises:
             LazyError: If specs do not fit.
         """
         if not self.is_asked:
             return
-        survey = Survey(model)
         held = {p.name: p for p in survey.places.values() if is_placed(p) and isinstance(p.value, jax.Array)}
         targets = [Target(p, p.value.shape, p.value.dtype) for p in held.values()]
         changed: dict[Any, tuple[Place, dict[Path, Any]]] = {}

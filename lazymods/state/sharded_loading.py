@@ -10,7 +10,7 @@ import numpy as np
 
 from lazymods._initial.shards import put
 from lazymods._memory import Incoming, as_it_lies, prepared
-from lazymods._shards import Index, Part, parts_here, put_together
+from lazymods._spread import Index, Part, parts_here, put_together
 from lazymods.state.files.orbax import OrbaxArray
 from lazymods.state.files.stored import Array, Unread, check_booleans, will_need
 from lazymods.state.values import cast_problem

@@ -21,7 +21,7 @@ from lazymods._errors import CheckpointError, LazyError, Problem, UninitializedE
 from lazymods._layer import stacks
 from lazymods._layer.placeholder import SIZE_LINE
 from lazymods._memory import ALIGNMENT
-from lazymods._shards import on_host
+from lazymods._spread import on_host
 from lazymods.state import plain
 from lazymods.state.entries import check_is_model, is_training_state, named_places
 from lazymods.state.files import safetensors

@@ -61,7 +61,8 @@ def files(folder: Path) -> Any:
         lm.load(model, folder / name, mesh=mesh, rules=RULES)
         write_shards(folder, name.partition(".")[0] + name.partition(".")[2], model)
     lm.save(model, folder / "saved")
-    seen: list[Any] = [sorted(p.name for p in folder.iterdir() if "saved" in p.name)]  # in each process, as soon as it returns
+    # in each process, as soon as the save returns
+    seen: list[Any] = [sorted(p.name for p in folder.iterdir() if "saved" in p.name)]
     lm.save(model, folder / "saved")
     pending = lm.save(model, folder / "later", wait=False)
     assert pending is not None
