@@ -171,7 +171,9 @@ def test_what_is_nowhere_in_particular_is_copied_to_each_device():
     mesh = mesh_of(data=4, model=2)
 
     def constrained(model, optimizer, x, y):
-        return train(model, optimizer, jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data"))), y)
+        kernel = jax.lax.with_sharding_constraint(model.fc1.kernel[...], NamedSharding(mesh, P(None, "model")))
+        model.fc1.kernel.set_value(kernel)
+        return train(model, optimizer, x, y)
 
     _, want, _ = one_device(2)
     for step, context, batches in (
