@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import re
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -448,6 +449,44 @@ def test_calls_take_the_short_way_and_compile_once():
     assert lm.metrics()["compiles"] == before
     assert step._fast.plan._launch._ready.written  # it knows the new state without looking at it
     assert_all_close(model, one_device(5)[1])
+
+
+class Noisy(nnx.Module):
+    """Random keys and a table that nobody has placed, beside a kernel that is on a mesh."""
+
+    def __init__(self):
+        self.fc, self.drop = nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        self.table = nnx.Variable(jnp.arange(16.0))
+
+    def __call__(self, x):
+        return self.drop(self.fc(x)) + self.table[...][None]
+
+
+def test_small_arrays_that_nobody_has_placed_are_copied_once():
+    mesh, model, want = mesh_of(data=4, model=2), Noisy(), Noisy()
+    spread(model.fc, mesh, [("kernel", P(None, "model"))])
+    call = lm.jit(lambda model, x: model(x))
+
+    def same(number):
+        x = batch(number)[0]
+        np.testing.assert_allclose(call(model, put(mesh, P("data"), x)), want(x), rtol=1e-5, atol=1e-5)
+        return call._fast.plan._launch._ready
+
+    for number in range(6):
+        ready = same(number)
+    assert len(ready.copies) == 2  # the key and the table
+    assert type(model.table.get_value().sharding) is SingleDeviceSharding
+    copied = weakref.ref(ready.copies[1][2])
+    for new in (jnp.arange(16.0) * 3, put(mesh, P(), jnp.arange(16.0) * 4), jnp.arange(16.0) * 5):
+        for each in (model, want):
+            each.table.set_value(new * 1)
+        for number in range(6):
+            ready = same(number)
+        assert copied() is None
+    assert len(ready.copies) == 2
+    model.table.get_value().delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        call(model, put(mesh, P("data"), batch(0)[0]))
 
 
 def test_on_a_part_of_the_devices():
