@@ -122,7 +122,7 @@ class _Joining:
             self._differ(path, " and ".join(cls.__name__ for cls in classes))
             return first
         ids = tuple(map(id, values))
-        if kind in (VARIABLE, NODE) and len(set(ids)) == 1 and (len(ids) > 1 or ids[0] in self._known):
+        if kind in (VARIABLE, NODE) and len(set(ids)) == 1 and (len(values) > 1 or id(first) in self._known):
             self.shared.append(path)
             return first
         if id(first) in self._memo:
@@ -155,7 +155,7 @@ class _Joining:
         first = nodes[0]
         own = (_compat.STATE, _compat.NODES, STATE)
         names = [[k for k in vars(n) if k not in own] for n in nodes]
-        if any(set(n) != set(names[0]) or (STATE in vars(o)) != (STATE in vars(first)) for n, o in zip(names, nodes)):
+        if any(set(n) != set(names[0]) for n in names) or len({STATE in vars(n) for n in nodes}) > 1:
             self._differ(path, f"a {type(first).__name__} of other attributes in each")
             return
         attributes = {_compat.STATE: vars(made)[_compat.STATE]}
@@ -324,8 +324,13 @@ def parts_of(whole: Any, n: int, shared: Sequence[Path], *, abstract: bool = Fal
         return [copied(whole, functools.partial(leaf, i), dict(same)) for i in range(n)]
 
 
+def raw_of(owner: Any) -> Any:
+    """Return the value of a Variable, or an array itself."""
+    return owner if kind_of(owner) is ARRAY else owner.get_raw_value()
+
+
 def _values_of(owner: Any, n: int, abstract: bool) -> list[Any]:
-    raw = owner if kind_of(owner) is ARRAY else owner.get_raw_value()
+    raw = raw_of(owner)
     if isinstance(raw, PendingInit):
         return [part_of_pending(raw, i) for i in range(n)]
     if has_no_layers(owner):

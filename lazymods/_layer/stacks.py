@@ -15,9 +15,10 @@ import jax
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem
-from lazymods._graph import LOCAL, TOGETHER, Path, kind_of
+from lazymods._graph import LOCAL, TOGETHER, kind_of
 from lazymods._layer import blocks as _blocks
 from lazymods._layer import first_call, lifecycle, stacked_values
+from lazymods._layer.merging import put
 from lazymods._snapshot import Snapshot
 
 
@@ -95,28 +96,21 @@ def _keep_values(whole: Any, blocks: list[Any], n: int) -> None:
     held = {e.path: e.value for e in _graph.entries(whole)}
     parts: dict[int, list[Any]] = {}
     for i, block in enumerate(blocks):
-        for path, holder, key, value in list(_graph.entries(block)):
-            raw = value if kind_of(value) is _graph.ARRAY else value.get_raw_value()
-            owner = held.get(path)
-            if owner is None or not any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(raw)):
+        for path, _, _, value in list(_graph.entries(block)):
+            raw, owner = _blocks.raw_of(value), held.get(path)
+            if owner is None or not any(map(_is_abstract, jax.tree.leaves(raw))):
                 continue
             if id(owner) not in parts:
-                parts[id(owner)] = stacked_values.parts(
-                    owner if kind_of(owner) is _graph.ARRAY else owner.get_raw_value(), n
-                )
-            kept = jax.tree.map(
-                lambda new, old: old if isinstance(new, jax.ShapeDtypeStruct) else new, raw, parts[id(owner)][i]
-            )
+                parts[id(owner)] = stacked_values.parts(_blocks.raw_of(owner), n)
+            kept = jax.tree.map(lambda new, old: old if _is_abstract(new) else new, raw, parts[id(owner)][i])
             if kind_of(value) is _graph.ARRAY:
-                _put(block, path, holder, key, kept)
+                put(block, path, kept)
             else:
                 _compat.SET_RAW(value, kept)
 
 
-def _put(block: Any, path: Path, holder: Any, key: Any, value: Any) -> None:
-    from lazymods._layer.merging import put
-
-    put(block, path, value)
+def _is_abstract(value: Any) -> bool:
+    return isinstance(value, jax.ShapeDtypeStruct)
 
 
 def _size_together(blocks: list[Any]) -> None:
@@ -136,5 +130,5 @@ def _size_together(blocks: list[Any]) -> None:
                 if _graph.is_placeholder(entry.value) and other is not _graph.MISSING:
                     entry.value.materialize(other.shape)
             if _graph.is_lazy_node(layer) and not lifecycle.settle_if_filled(layer, initialize=True):
-                where, got = _graph.dotted(path), "entries for the layer in some blocks only, which don't tell its sizes"
-                raise LazyError(Problem(where, got, "entries for all blocks of a stack", "strict=True"))
+                got, needed = "entries for some blocks, which don't tell the layer's sizes", "entries for all blocks"
+                raise LazyError(Problem(_graph.dotted(path), got, needed, "strict=True, to see what is missing"))

@@ -62,7 +62,8 @@ class Stack(nnx.Module):
         except TypeError:
             self.n = 0
         if self.n < 1:
-            raise ArgumentError(Problem("n=", repr(n), "a number of blocks, at least one", "lm.Stack(make_block, 12, rngs=rngs)"))
+            write = "lm.Stack(make_block, 12, rngs=rngs)"
+            raise ArgumentError(Problem("n=", repr(n), "a number of blocks, at least one", write))
         self.remat: bool = bool(remat)
         made = [make_block(rngs) for _ in range(self.n)]
         wrong = [b for b in made if not (isinstance(b, nnx.Module) and callable(b))]

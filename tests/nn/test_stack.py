@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.core import Tracer
 
 import lazymods as lm
 
@@ -201,7 +202,8 @@ def test_steps_of_a_lazy_optimizer(compile: Any) -> None:
 def test_other_transforms() -> None:
     for form in ("lazy", "ready"):
         model, want = Model(Normed, form), Model(Normed, "list")
-        model.eval(), want.eval()
+        for m in (model, want):
+            m.eval()
         for transform in (jax.jit, lambda f: jax.vmap(lambda x: f(x[None])), lambda f: jax.grad(lambda x: f(x).sum())):
             got, expected = (transform(lambda x, m=m: m(x))(X) for m in (model, want))
             np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
@@ -280,7 +282,8 @@ def test_a_program_has_the_block_once() -> None:
 
 def test_threads_size_it_once() -> None:
     model, want = Model(Dense, "lazy"), Model(Dense, "list")
-    model.eval(), want.eval()
+    for m in (model, want):
+        m.eval()
     outputs: list[Any] = []
     threads = [threading.Thread(target=lambda: outputs.append(model(X))) for _ in range(4)]
     for thread in threads:
@@ -335,7 +338,8 @@ def test_caches_for_decoding(how: str) -> None:
     compiled = nnx.jit(plain)
     whole = through(blocks, H, nnx.make_causal_mask(jnp.ones((2, 5))))
     for _ in range(2):
-        begin(stack), begin(blocks)
+        begin(stack)
+        begin(blocks)
         for i in range(5):
             call = (plain, compiled, lm.jit(plain))[min(i, 2)]
             got, want = (call(m, H[:, i : i + 1]) for m in (stack, blocks))
@@ -362,7 +366,7 @@ def test_intermediates_of_all_blocks() -> None:
             np.testing.assert_allclose(call(stack, H), call(blocks, H), rtol=1e-5, atol=1e-6)
         for got, want in zip(stack, blocks, strict=True):
             np.testing.assert_allclose(got.perturbed[...], want.perturbed[...], rtol=1e-5, atol=1e-6)
-        assert [*nnx.to_flat_state(nnx.pop(stack, nnx.Intermediate))][0][0] == ("blocks_as_one", "perturbed")
+        assert next(iter(nnx.to_flat_state(nnx.pop(stack, nnx.Intermediate))))[0] == ("blocks_as_one", "perturbed")
         np.testing.assert_allclose(call(stack, H), call(blocks, H), rtol=1e-5, atol=1e-6)
 
 
@@ -628,7 +632,7 @@ def test_a_first_call_that_fails_leaves_it_lazy() -> None:
 
         def __call__(self, x: jax.Array) -> jax.Array:
             y = self.fc(x)
-            if self.fail and not isinstance(y, jax.core.Tracer):
+            if self.fail and not isinstance(y, Tracer):
                 raise RuntimeError("now")
             return y
 
