@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lazymods._model.report import LayerRow as LayerRow
     from lazymods._model.report import ParameterShape as ParameterShape
     from lazymods._model.report import ShapeReport as ShapeReport
-    from lazymods._model.report import summary as summary
+    from lazymods._model.summary import summary as summary
     from lazymods._program_cache import CacheInfo as CacheInfo
     from lazymods._program_cache import set_cache_size as set_cache_size
     from lazymods._refusals import ArgumentError as ArgumentError
@@ -101,7 +101,7 @@ _ON_FIRST_USE = {
     "materialize": "lazymods._model.inference",
     "save": "lazymods.state.writing",
     "state_dict": "lazymods.state",
-    "summary": "lazymods._model.report",
+    "summary": "lazymods._model.summary",
     "trainable": "lazymods.autograd.freezing",
 }
 

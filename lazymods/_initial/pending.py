@@ -21,7 +21,7 @@ import numpy as np
 
 from lazymods import _compat
 from lazymods._errors import Problem, UninitializedError
-from lazymods._initial import draws
+from lazymods._initial import draws, placement
 from lazymods._initial.keys import is_key
 from lazymods._initial.stacking import ONE, Shape, Stacking
 
@@ -59,7 +59,7 @@ class InitSource:
         if keys and _compat.executing():
             from lazymods._initial.fill import call_in_blocks  # on first use: a model that is loaded never draws
 
-            made = call_in_blocks(self.init, keys[0], shape, dtype)
+            made = call_in_blocks(self.init, keys[0], shape, dtype, placement.current())
         value = self.init(keys[0] if keys else None, shape, dtype) if made is None else made
         other = isinstance(value, jax.Array) and asked is not None and (value.dtype != asked or value.weak_type)
         return value.astype(asked) if other else value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -80,12 +80,15 @@ def rebuilt(value: Any, kind: Any, new: dict[Any, Any]) -> Any:
 # ---------------------------------------------------------------- one of many
 
 
-def join(blocks: Sequence[Any], shared: Sequence[Any] = ()) -> tuple[Any, tuple[Path, ...]]:
+def join(
+    blocks: Sequence[Any], shared: Sequence[Any] = (), places: Mapping[str, Any] | None = None
+) -> tuple[Any, tuple[Path, ...]]:
     """Make one block of several.
 
     Args:
         blocks: Blocks of one structure, which differ in the values of their Variables and arrays alone.
         shared: Objects that are shared if a block has them, also if there is only one block.
+        places: Where the values of all go, by their names in a block; those of others stay where they are.
 
     Returns:
         The block, and the paths of what all of them share.
@@ -93,7 +96,7 @@ def join(blocks: Sequence[Any], shared: Sequence[Any] = ()) -> tuple[Any, tuple[
     Raises:
         LazyError: If they differ in anything else; it lists every such place.
     """
-    joining = _Joining(shared)
+    joining = _Joining(shared, places or {})
     made = joining.join(blocks, ())
     if joining.problems:
         raise LazyError(*joining.problems, heading="These blocks are not equal, so they can't be one:")
@@ -103,7 +106,8 @@ def join(blocks: Sequence[Any], shared: Sequence[Any] = ()) -> tuple[Any, tuple[
 class _Joining:
     """Makes one object of several, at each place of a block."""
 
-    def __init__(self, shared: Sequence[Any]) -> None:
+    def __init__(self, shared: Sequence[Any], places: Mapping[str, Any]) -> None:
+        self._places = places
         self.shared: list[Path] = []
         self.problems: list[Problem] = []
         self._memo: dict[int, tuple[tuple[int, ...], Any]] = {}
@@ -217,7 +221,7 @@ class _Joining:
         if len(kinds) > 1:
             self._differ(path, " and ".join(kinds))
             return values[0]
-        return stacked_values.stack(values)
+        return stacked_values.stack(values, self._places.get(dotted(path)))
 
     def _differ(self, path: Path, got: str) -> None:
         where = dotted(path) or "a block"
@@ -327,6 +331,12 @@ def parts_of(whole: Any, n: int, shared: Sequence[Path], *, abstract: bool = Fal
 def raw_of(owner: Any) -> Any:
     """Return the value of a Variable, or an array itself."""
     return owner if kind_of(owner) is ARRAY else owner.get_raw_value()
+
+
+def places_of(whole: Any) -> dict[str, Any]:
+    """Return where the values of all blocks are, by their names in a block; of those that are bound to a place."""
+    found = {e.name: raw_of(e.value) for e in _graph.entries(whole)}
+    return {name: place for name, raw in found.items() if (place := stacked_values.place_of(raw)) is not None}
 
 
 def _values_of(owner: Any, n: int, abstract: bool) -> list[Any]:

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,16 +25,15 @@ from lazymods import _compat, _graph
 from lazymods._counts import COUNTS
 from lazymods._errors import Problem, ShapeInferenceError, UninitializedError
 from lazymods._graph import STATE, Path
-from lazymods._initial import draws
-from lazymods._initial.pending import PendingInit
+from lazymods._initial import draws, placement
 from lazymods._initial.stacking import Stackings
-from lazymods._layer import stacked_values
 from lazymods._layer.abstract_module import AbstractModule, Slot
 from lazymods._layer.config import ConstructorInit, LayerConfig
 from lazymods._layer.drawing import note_draws
 from lazymods._layer.formulas import ShapeFormulas
 from lazymods._layer.held import check_held, shape_of, stackings
 from lazymods._layer.merging import has_other_metadata, merge, put, renew_metadata
+from lazymods._layer.pending_values import PendingValues
 from lazymods._layer.placeholder import UninitializedArray, UninitializedVariable
 from lazymods._layer.structure import conform, has_other_slots, renew_random_state
 
@@ -109,7 +106,7 @@ def fill(layer: Any, values: Mapping[str, Any], *, traced_zeros: bool = False) -
 
 def _write(layer: Any, path: Path, variable: Any, array: Any) -> None:
     if isinstance(variable, UninitializedArray):
-        put(layer, path, array)
+        put(layer, path, placement.at_place(variable, array))
     elif isinstance(variable, UninitializedVariable):  # a tie inside the layer may have filled it
         variable.become(array)
 
@@ -168,64 +165,6 @@ def _own(spec: LayerConfig, empty: Mapping[Path, Any]) -> dict[Path, Any]:
         if isinstance(source, ConstructorInit) and source.spec == spec and source.path == path:
             own[path] = variable
     return own
-
-
-class PendingValues:
-    """What the kernels of ``lazymods._initial`` compute of the placeholders of some layers.
-
-    Args:
-        layers: AbstractModule and placeholders of each.
-        calling: Whether initializers of users may be called.
-    """
-
-    def __init__(self, layers: Sequence[tuple[AbstractModule, Mapping[Path, Any]]], calling: bool = True) -> None:
-        self.layers, self._calling = layers, calling
-        places = [(i, path, own[path].pending) for i, (_, own) in enumerate(layers) for path in own]
-        self._places = [(i, path) for i, path, pending in places if _is_whole_or_in_front(pending)]
-        self._plan = self._planned() if self._places and _compat.executing() else None
-
-    def _planned(self) -> Any:
-        from lazymods._initial.fill import InitBatch
-        from lazymods._layer.init_requests import request  # on first use: a model that is loaded never draws
-
-        known: dict[int, Any] = {}
-        requests, alive = [], []
-        for i, path in self._places:
-            abstract, own = self.layers[i]
-            pending = own[path].pending
-            for keys in pending.keys_of_each():
-                alive.append(keys)  # known has their identities
-                requests.append(request(abstract, abstract.slots[path], keys, pending.dtype, known))
-        return InitBatch(requests, self._calling)
-
-    def describe(self) -> tuple[dict[int, str], int]:
-        """Say how each value is made, by the id of its placeholder; and how many kernels draw."""
-        if self._plan is None:
-            return {}, 0
-        said = self._each(self._plan.describe())
-        return {id(self.layers[i][1][path]): texts[0] for i, path, texts in said}, len(self._plan.kernels())
-
-    def _each(self, found: Iterable[Any]) -> Iterator[tuple[int, Path, list[Any]]]:
-        """Return what was found for the values of each place: several, where layers are stacked."""
-        rest = iter(found)
-        for i, path in self._places:
-            count = math.prod(self.layers[i][1][path].pending.stacking.sizes)
-            yield i, path, list(itertools.islice(rest, count))
-
-    def run(self) -> list[dict[Path, Any]]:
-        """Compute what is known to come out as the layers themselves would make it, by layer and path."""
-        out: list[dict[Path, Any]] = [{} for _ in self.layers]
-        for i, path, arrays in self._each(self._plan.fill()) if self._plan is not None else ():
-            if not any(array is None for array in arrays):
-                sizes = self.layers[i][1][path].pending.stacking.sizes
-                out[i][path] = stacked_values.stack(arrays).reshape(*sizes, *arrays[0].shape) if sizes else arrays[0]
-        return out
-
-
-def _is_whole_or_in_front(pending: PendingInit) -> bool:
-    """Whether a value is that of one layer, or those of several lie along the first axes, none of which is empty."""
-    stacking = pending.stacking
-    return all(stacking.marks[: len(stacking.sizes)]) and _compat.are_concrete(pending.leaves)
 
 
 # ---------------------------------------------------------------- many layers at once

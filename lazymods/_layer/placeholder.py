@@ -32,7 +32,7 @@ from lazymods._errors import (
     describe,
     one_line,
 )
-from lazymods._initial import draws
+from lazymods._initial import draws, placement
 from lazymods._initial.pending import InitSource, PartialShape, PendingInit
 from lazymods._initial.stacking import Shape
 
@@ -201,7 +201,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
             pending, part = self.pending, self.pending.stacking.part(shape)
             draws.use(pending.turns, is_sure=part is None or pending.source.has_all_sizes(part))
         try:
-            return self.pending.make(shape)
+            with placement.making(self):
+                return self.pending.make(shape)
         except ValueError as error:
             if isinstance(error, LazyError):
                 raise
@@ -241,11 +242,16 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
     def become(self, value: Any) -> None:
         """Be the ordinary Variable that holds ``value`` from now on (private: no checks)."""
         metadata = self.get_metadata()
+        place = placement.place_of(self)
         if isinstance(self.pending.source, InitSource):  # as if constructed with that value
-            twin = self.target(value, **metadata)
-            value, metadata = twin.get_raw_value(), twin.get_metadata()
-        elif metadata.get("out_sharding") and metadata["eager_sharding"] and not _graph.LOCAL.session:
+            elsewhere = place is not None or _graph.LOCAL.session is not None
+            own = {k: v for k, v in metadata.items() if k == "eager_sharding" and elsewhere}
+            twin = self.target(value, **metadata | dict.fromkeys(own, False))
+            value, metadata = twin.get_raw_value(), twin.get_metadata() | own
+        elif place is None and metadata.get("out_sharding") and metadata["eager_sharding"] and not _graph.LOCAL.session:
             value = self._shard(value, metadata)
+        if place is not None:
+            value = placement.at_place(self, value)
         _compat.write_variable(self, self.target, value, metadata)
 
     def _shard(self, value: Any, metadata: dict[str, Any]) -> Any:

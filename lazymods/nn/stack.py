@@ -172,7 +172,8 @@ class Stack(nnx.Module):
 
     def _take(self, blocks: list[Any]) -> None:
         with _compat.at_trace(_compat.home_trace(self)):
-            whole, shared = _blocks.join(blocks, [_graph.at(self.blocks_as_one, path) for path in self.shared])
+            kept = [_graph.at(self.blocks_as_one, path) for path in self.shared]
+            whole, shared = _blocks.join(blocks, kept, _blocks.places_of(self.blocks_as_one))
         _blocks.become(self.blocks_as_one, whole, first_call.load_is_carried)
         self.shared = shared
 

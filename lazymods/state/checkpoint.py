@@ -13,19 +13,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from lazymods import _graph
 from lazymods._error_lists import cause_of
 from lazymods._errors import StateDictError, describe
 from lazymods._initial.keys import is_key
 from lazymods._layer import lifecycle, stacks
+from lazymods._shardings import Rules
 from lazymods.state import names
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.opening import read_checkpoint
-from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, printable, refuse
+from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, check_booleans, printable, refuse
 from lazymods.state.load import LoadResult, Origin, load_entries
+from lazymods.state.load_plan import is_spread_place
 from lazymods.state.names import Rename
 from lazymods.state.parts import may_fit, part_of
+from lazymods.state.placing import Placing, is_placed, placing_for
 from lazymods.state.progress import progress_bar
 
 LAYOUTS = ("flax", "torch")
@@ -40,6 +44,8 @@ def load(
     strict: bool = True,
     mismatched: str = "error",
     dtype: Any = None,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
     progress: bool | None = None,
 ) -> LoadResult:
     """Load a checkpoint into a model, lazy or not.
@@ -69,6 +75,12 @@ def load(
         mismatched: ``"error"``, or ``"skip"`` to leave out entries whose shape does not fit, and list them.
         dtype: The dtype that the floating-point parameters (``nnx.Param``) get that are loaded; None: each keeps its
             own, as statistics, an optimizer's moments and raw arrays do.
+        mesh: The devices that the arrays go to, as ``rules`` say; each process reads what its own hold. None: the mesh
+            of ``jax.set_mesh``, else each array stays where the model has it.
+        rules: ``(regular expression, PartitionSpec)`` pairs, of which the first wins that is found in a parameter's
+            name, or a function of name, shape and dtype that returns a PartitionSpec or None. What no rule names
+            follows its ``out_sharding`` metadata; what has none is copied to each device. In a training state the
+            names are those of the module itself, and an optimizer's state goes where its parameter does.
         progress: Show a progress bar on stderr; None: on a terminal, for long loads.
 
     Returns:
@@ -78,6 +90,7 @@ def load(
         CheckpointError: If the file is not what it claims to be.
         StateDictError: If its entries do not fit the model, as for :func:`load_state_dict`.
         UninitializedError: If a lazy layer is an argument of a transform of Flax that cannot carry new parameters out.
+        LazyError: If parameters do not fit on the mesh; it lists all of them.
         FileNotFoundError: If there is no such file.
         TypeError: If the model is neither an nnx object nor a dict or list that can be written to.
         ValueError: If an argument has no such choice.
@@ -103,12 +116,13 @@ def load(
         raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
+    placing = placing_for(mesh, rules)
     with lifecycle.LOCK, stacks.apart(abstract=True):
         survey = Survey(model)
 
         def read(file: Checkpoint) -> tuple[Checkpoint, dict[str, Any], dict[str, tuple[str, ...]]]:
             part, entries, sources = part_of(survey, file, lambda p: _entries(survey, p, layout, rename, flatten))
-            return part, _values(survey, entries), sources
+            return part, _values(survey, entries, placing), sources
 
         file, entries, sources = read_checkpoint(path, read)
         _check_booleans(entries, file)
@@ -124,7 +138,7 @@ def load(
                     _warn_of_nothing(result, file)
                 _warn_of_untied(survey.places, file, sources)
 
-            origin = Origin(_called(file), sources, owned, advance, layout == "flax", weak, warn)
+            origin = Origin(_called(file), sources, owned, advance, layout == "flax", weak, warn, placing)
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if is_training_state(model):
                 from lazymods.state import training  # with the optimizers, which many loads do without
@@ -173,8 +187,11 @@ def _entries(
     return entries, sources
 
 
-def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what the model has a place for; what does not fit there is told by its shape, and not read."""
+def _values(survey: Survey, entries: Mapping[str, Any], placing: Placing | None) -> dict[str, Any]:
+    """Read what the model has a place for; what does not fit there is told by its shape, and not read.
+
+    What goes to several devices is read when it is known which part goes where.
+    """
     # hooks may give an entry another name, and an optimizer without a state gets one later
     everything = survey.hooked or is_training_state(survey.model)
     out = dict(entries)
@@ -182,19 +199,25 @@ def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, StoredTensor):
             place = survey.places.get(name) or survey.places.get(base_name(name))
             if place is not None and not survey.hooked and not may_fit(place, name, value):
-                out[name] = Unread.of(value)
+                out[name] = Unread(value)
+            elif not survey.hooked and _is_for_several(place, name, placing):
+                out[name] = Unread(value)
             elif place is not None or everything:
                 out[name] = value.read()
     return out
 
 
+def _is_for_several(place: Place | None, name: str, placing: Placing | None) -> bool:
+    if place is None:  # it is unexpected, or of an optimizer that has no state yet
+        return placing is not None
+    return place.name == name and (is_spread_place(place) or (placing is not None and is_placed(place)))
+
+
 def _check_booleans(entries: Mapping[str, Any], file: Checkpoint) -> None:
     """Refuse booleans that are neither 0 nor 1: what is computed from them could be anything."""
     for name, value in entries.items():
-        if not isinstance(value, np.ndarray) or value.dtype != bool or not value.size or _is_spread(value):
-            continue
-        if value.view(np.uint8).max() > 1:
-            raise refuse(file.path, "bytes other than 0 and 1", "booleans", tensor=name)
+        if isinstance(value, np.ndarray):
+            check_booleans(file.path, name, value)
 
 
 def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], file: Checkpoint) -> None:
@@ -204,18 +227,13 @@ def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], fi
         if place is None or place.name == name or not is_key(place.value):
             continue
         is_text = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1
-        kind = value.tobytes().decode(errors="replace") if is_text and not _is_spread(value) else None
+        kind = value.tobytes().decode(errors="replace") if is_text else None
         try:
             jax.eval_shape(lambda kind=kind: jax.random.key(0, impl=kind or "none"))
         except ValueError as error:
             got = repr(kind) if kind is not None else describe(value)
             needed = "the bytes of the name of one of JAX's kinds of random keys, such as threefry2x32"
             raise refuse(file.path, f"a random key of the kind {printable(got)}", needed, tensor=name) from error
-
-
-def _is_spread(value: np.ndarray[Any, Any]) -> bool:
-    """Say whether an array is one value in all places, as what was not read is."""
-    return value.size > 1 and not any(value.strides)
 
 
 def _warn(text: str) -> None:
@@ -236,7 +254,7 @@ def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], 
     suspects = [
         name
         for name, value in entries.items()
-        if isinstance(value, np.ndarray)
+        if isinstance(value, (np.ndarray, Unread))
         and value.ndim >= 2
         and value.dtype.itemsize == 1
         and value.dtype != bool
