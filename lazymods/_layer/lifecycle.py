@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from lazymods import _compat, _graph
@@ -26,9 +27,11 @@ from lazymods._counts import COUNTS
 from lazymods._errors import Problem, ShapeInferenceError, UninitializedError
 from lazymods._graph import STATE, Path
 from lazymods._initial import draws, placement
-from lazymods._initial.stacking import Stackings
+from lazymods._initial.pending import PendingInit
+from lazymods._initial.stacking import Stacking, Stackings
 from lazymods._layer.abstract_module import AbstractModule, Slot
 from lazymods._layer.config import ConstructorInit, LayerConfig
+from lazymods._layer.copying import copied
 from lazymods._layer.drawing import note_draws
 from lazymods._layer.formulas import ShapeFormulas
 from lazymods._layer.held import check_held, shape_of, stackings
@@ -58,8 +61,36 @@ def own_slots(layer: Any, abstract: AbstractModule) -> dict[Path, tuple[Any, Any
 
 
 def modules_of(layer: Any) -> dict[str, Any]:
-    """The modules that a lazy layer was given, by argument name."""
-    return {argument: _graph.at(layer, path) for argument, path in vars(layer)[STATE].given.items()}
+    """The modules that a lazy layer was given, by argument name; in a stack, one of each of those."""
+    given = {argument: _graph.at(layer, path) for argument, path in vars(layer)[STATE].given.items()}
+    stacking = stackings(layer).common if given else None
+    if stacking is None or not stacking.sizes:
+        return given
+    return {argument: _one_of(module, stacking) for argument, module in given.items()}
+
+
+def _one_of(module: Any, stacking: Stacking) -> Any:
+    """Return a module as it is in one of the models that are stacked, for a constructor to look at."""
+
+    def leaf(owner: Any) -> Any:
+        raw = owner.get_raw_value() if isinstance(owner, nnx.Variable) else owner
+        if isinstance(raw, PendingInit):
+            one = PendingInit.build(raw.source, raw.element, raw.dtype, raw.label, raw.keys_of_each()[0])
+        else:
+            one = jax.tree.map(lambda a: _first(a, stacking), raw)
+        return one if raw is owner else _compat.new_variable(type(owner), one, dict(_compat.raw_metadata(owner)))
+
+    return copied(module, leaf, {})
+
+
+def _first(array: Any, stacking: Stacking) -> Any:
+    part = stacking.part(np.shape(array))
+    if part is None or len(part) == np.ndim(array):
+        return array
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(part, array.dtype)
+    axes = stacking.axes(len(part))
+    return array[tuple([0 if axis in axes else slice(None) for axis in range(np.ndim(array))])]
 
 
 def fill(layer: Any, values: Mapping[str, Any], *, traced_zeros: bool = False) -> AbstractModule:

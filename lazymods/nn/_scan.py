@@ -19,7 +19,8 @@ from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem, ShapeInferenceError, describe
 from lazymods._graph import ARRAY, NODE, OTHER, VARIABLE, kind_of
 from lazymods._layer import stacked_values
-from lazymods._layer.blocks import LAYERS, copied, has_no_layers, raw_of, rebuilt, with_axis, without_axis
+from lazymods._layer.blocks import LAYERS, has_no_layers, raw_of, with_axis, without_axis
+from lazymods._layer.copying import copied, rebuilt
 from lazymods._layer.lifecycle import TRANSIENT
 
 
