@@ -177,7 +177,8 @@ def load_entries(
                 _write(plan, origin)
                 LOCAL.apart.put_together()
                 if origin.placing is not None and plan.leaves_some:
-                    origin.placing.move_rest(Survey(model))
+                    with stacks.together():
+                        origin.placing.move_rest(Survey(model))
             for node in reversed(after):  # children before parents
                 run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
