@@ -6,6 +6,9 @@ type says so is compared in that layout only; otherwise the layout that fits the
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -169,13 +172,19 @@ def _layouts(shape: tuple[int, ...], theirs: Array, module: Any) -> Iterator[Arr
     if theirs.shape == shape and name.removesuffix("1d") in _FEATURES_LAST:
         yield theirs
         return
-    moved = [np.moveaxis(theirs, 1, -1)] if theirs.ndim > 2 else []
+    moved = [np.moveaxis(theirs, axis, -1) for axis in (1, 0)] if theirs.ndim > 2 else []
     moved += [theirs.swapaxes(0, 1)] if theirs.ndim == 3 else []
     fitting = [laid for laid in (theirs, *moved) if laid.shape == shape]
     if fitting:
         yield from fitting
-    elif theirs.size == np.prod(shape, dtype=np.int64):  # heads apart or joined, a map or its pixels in a row
-        yield from (laid.reshape(shape) for laid in (theirs, *moved))
+    else:  # heads apart or joined, a map or its pixels in a row
+        yield from (laid.reshape(shape) for laid in (theirs, *moved) if _only_joins(laid.shape, shape))
+
+
+def _only_joins(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether one shape is the other with some neighbouring axes joined."""
+    ends = [set(itertools.accumulate(shape, operator.mul, initial=1)) for shape in (a, b)]
+    return math.prod(a) == math.prod(b) and (ends[0] <= ends[1] or ends[1] <= ends[0])
 
 
 def channel_axis(name: str, rank: int) -> int | None:

@@ -145,8 +145,10 @@ def settings(pair: Pair, shape: Sequence[int] = ()) -> Iterator[Reason]:
     """
     node, module = pair.site.node, pair.module
     yield from _epsilon(pair)
-    if isinstance(node, nnx.Conv) and hasattr(module, "stride") and not hasattr(module, "output_padding_mode"):
+    if isinstance(node, nnx.Conv) and hasattr(module, "stride"):
         yield from _convolution(node, module, shape)
+    if isinstance(node, nnx.ConvTranspose) and hasattr(module, "output_padding"):
+        yield from _transposed(node, module)
     for ours, theirs in (("num_groups", "num_groups"), ("num_heads", "num_heads"), ("feature_group_count", "groups")):
         a, b = pair.site.get(ours), getattr(module, theirs, None)
         if isinstance(a, int) and isinstance(b, int) and a != b:
@@ -176,6 +178,41 @@ def _convolution(node: nnx.Conv, module: Any, shape: Sequence[int]) -> Iterator[
         yield Reason(f"{shown} pads {given}, PyTorch {wanted}", f"padding={wanted}")
 
 
+def _transposed(node: nnx.ConvTranspose, module: Any) -> Iterator[Reason]:
+    rank = len(module.kernel_size)
+    parts = (module.kernel_size, module.dilation, module.padding, module.output_padding)
+    reach = [(d * (k - 1) - p, out) for k, d, p, out in zip(*parts, strict=True)]
+    wanted = tuple((left, left + out) for left, out in reach)
+    strides, theirs = _each(node.strides, rank), _each(module.stride, rank)
+    if strides != theirs:
+        yield Reason(f"strides={strides}, PyTorch has stride={theirs}", f"strides={theirs}")
+    given = _transposed_padding(node.padding, module, strides)
+    if given is not None and given != wanted:
+        text = f"padding={node.padding!r} pads {given}, PyTorch's padding={module.padding} of a transposed convolution"
+        yield Reason(f"{text} {wanted}", f"padding={wanted}")
+
+
+def _transposed_padding(padding: Any, module: Any, strides: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
+    """Return what a transposed convolution pads, as ``jax.lax.conv_transpose`` says; None if it is not by zeros."""
+    if not isinstance(padding, str):
+        return _pairs(padding, len(strides))
+    if padding not in ("SAME", "VALID"):
+        return None
+    found = []
+    for k, d, s in zip(module.kernel_size, module.dilation, strides, strict=True):
+        reach = (k - 1) * d + 1
+        total = reach + s - 2 + (max(reach - s, 0) if padding == "VALID" else 0)
+        left = reach - 1 if padding == "VALID" else s - 1 if s > reach - 1 else -(-total // 2)
+        found.append((left, total - left))
+    return tuple(found)
+
+
+def _pairs(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
+    if isinstance(padding, int):
+        return ((padding, padding),) * rank
+    return tuple((p, p) if isinstance(p, int) else (int(p[0]), int(p[1])) for p in padding)
+
+
 def _each(value: Any, rank: int) -> tuple[int, ...]:
     return (int(value or 1),) * rank if value is None or isinstance(value, int) else tuple(map(int, value))
 
@@ -185,10 +222,8 @@ def _padding(
 ) -> tuple[tuple[int, int], ...] | None:
     """Return what a convolution pads; None if that depends on a size that is not known, or is no padding by zeros."""
     padding, rank = node.padding, len(node.kernel_size)
-    if isinstance(padding, int):
-        return ((padding, padding),) * rank
     if not isinstance(padding, str):
-        return tuple((p, p) if isinstance(p, int) else (int(p[0]), int(p[1])) for p in padding)
+        return _pairs(padding, rank)
     spatial = tuple(shape[-rank - 1 : -1])
     if padding not in ("SAME", "VALID", "SAME_LOWER") or len(spatial) != rank:
         return None
