@@ -210,7 +210,9 @@ class _Comparison:
             return found or (self._unknown("the output") if outputs is not None else Reason(misfit))
         inputs = compared(mine.inputs, other.inputs, pair.module)
         if inputs is None or all(match.agrees(self._tolerance) for match in inputs):
-            return reasons.of_layer(pair, mine.inputs[0].values.shape if mine.inputs else (), self._torch)
+            found = reasons.of_layer(pair, mine.inputs[0].values.shape if mine.inputs else (), self._torch)
+            misfit = f"its output is {_shown(mine)}, PyTorch's {_shown(other)}"
+            return found or Reason(reasons.unexplained(pair) if outputs is not None else misfit)
         found = reasons.of_modes(model, torch_module) or self._between(pair, inputs)
         return found or self._unknown(f"the input of {self.first.where}")
 

@@ -27,20 +27,23 @@ class Reason(NamedTuple):
     write: str = ""
 
 
-def of_layer(pair: Pair, shape: Sequence[int], torch: Any) -> Reason:
-    """Say why a layer may differ whose input does not.
+def of_layer(pair: Pair, shape: Sequence[int], torch: Any) -> Reason | None:
+    """Say why a layer may differ whose input does not; None if no setting tells.
 
     Args:
         pair: The layer and its counterpart.
         shape: The shape of its input, or () if it is not known.
         torch: The torch module.
     """
-    for found in (_of_mode(pair), _of_parameters(pair, torch), next(settings(pair, shape), None), _of_dtype(pair)):
-        if found is not None:
-            return found
+    found = _of_mode(pair), _of_parameters(pair, torch), next(settings(pair, shape), None), _of_dtype(pair)
+    return next((reason for reason in found if reason is not None), None)
+
+
+def unexplained(pair: Pair) -> str:
+    """Say all that is known of a layer that differs for none of the reasons above."""
     ours, theirs = type(pair.site.node).__name__, type(pair.module).__name__
     same = "its input and its parameters are PyTorch's"
-    return Reason(f"{same}: {ours} computes something else than {theirs}, or has other options")
+    return f"{same}: {ours} computes something else than {theirs}, or has other options"
 
 
 # ---------------------------------------------------------------- modes
@@ -104,6 +107,8 @@ def _of_parameters(pair: Pair, torch: Any) -> Reason | None:
         mine = np.asarray(value).astype(np.float64)
         if type(pair.module).__name__ == "Conv1D" and leaf == "weight":  # transformers': it has no transpose
             mine = mine.T
+        if mine.shape != theirs.values.shape and mine.size == theirs.values.size:
+            continue  # a layout of a library's own
         if mine.shape != theirs.values.shape or _differ(mine, theirs.values, theirs.precision):
             return _other_parameter(pair, leaf, mine, theirs.values)
     return None
