@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from flax import nnx
+from jax.core import Tracer
 
-from lazymods import _graph
-from lazymods._errors import Problem, UninitializedError, located
+from lazymods import _compat, _graph
+from lazymods._errors import LazyError, Problem, UninitializedError, located
 from lazymods._graph import dotted
 from lazymods._layer import lifecycle
 from lazymods._model.hooks import unhooked_class
@@ -67,11 +69,15 @@ def parity(
 
     Raises:
         UninitializedError: If a parameter of either has no value yet.
-        TypeError: If ``torch_module`` is no module of PyTorch.
+        LazyError: Inside a transform or a block of lazy tensors.
+        TypeError: If ``model`` is no nnx module, or ``torch_module`` no module of PyTorch.
     """
     torch = sys.modules.get(MODULE)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"parity compares an nnx.Module, got {type(model).__name__}")
     if torch is None or not isinstance(torch_module, torch.nn.Module):
         raise TypeError(f"parity compares with a torch.nn.Module, got {type(torch_module).__name__}")
+    _check_outside_of_traces(model)
     _check_initialized(model, torch_module)
     with lifecycle.LOCK:
         found = pairs(model, torch_module, None if result is None else result.matched)
@@ -91,6 +97,14 @@ def parity(
     return ParityReport(
         tuple(comparison.rows), comparison.first, reason.text, reason.write, tuple(notes), tolerance
     )
+
+
+def _check_outside_of_traces(model: nnx.Module) -> None:
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(nnx.state(model)))
+    if traced or _compat.current_trace() is not _compat.eval_trace():
+        got = "a call inside a transform, or a block of lazy tensors"
+        needed = "values: PyTorch has to run on the same ones"
+        raise LazyError(Problem("lm.parity", got, needed, "lm.parity outside of it"))
 
 
 def _check_initialized(model: nnx.Module, torch_module: Any) -> None:

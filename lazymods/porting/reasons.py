@@ -18,6 +18,7 @@ from lazymods.state.layouts.table import rule_for
 
 _TORCH_EPSILONS = ("eps", "variance_epsilon")
 _SAME_VALUES = 1e-6
+_PAD_MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 
 
 class Reason(NamedTuple):
@@ -162,9 +163,12 @@ def settings(pair: Pair, shape: Sequence[int] = ()) -> Iterator[Reason]:
 
 def _epsilon(pair: Pair) -> Iterator[Reason]:
     ours = pair.site.get("epsilon")
-    name = next((name for name in _TORCH_EPSILONS if isinstance(getattr(pair.module, name, None), float)), None)
-    if isinstance(ours, float) and name is not None and ours != getattr(pair.module, name):
-        theirs = getattr(pair.module, name)
+    found = {name: getattr(pair.module, name) for name in _TORCH_EPSILONS if hasattr(pair.module, name)}
+    name = next((name for name, value in found.items() if value is None or isinstance(value, float)), None)
+    theirs = None if name is None else getattr(pair.module, name)
+    if theirs is None and name is not None:  # of nn.RMSNorm: the rounding of float32, in which norms compute
+        theirs = float(np.finfo(np.float32).eps)
+    if isinstance(ours, float) and theirs is not None and ours != theirs:
         yield Reason(f"epsilon={ours:g}, PyTorch has {name}={theirs:g}", f"epsilon={theirs:g}")
 
 
@@ -176,8 +180,15 @@ def _convolution(node: nnx.Conv, module: Any, shape: Sequence[int]) -> Iterator[
         yield Reason(f"strides={strides}, PyTorch has stride={theirs}", f"strides={theirs}")
     if dilation != apart:
         yield Reason(f"kernel_dilation={dilation}, PyTorch has dilation={apart}", f"kernel_dilation={apart}")
-    wanted = _torch_padding(module, apart, rank)
     given = _padding(node, strides, dilation, shape)
+    if not shape and (given is None or not any(map(any, given))):  # the code before it may pad
+        return
+    mode = getattr(module, "padding_mode", "zeros")
+    if mode != "zeros" and (mode, node.padding) != ("circular", "CIRCULAR"):
+        line = f'jnp.pad(x, ..., mode="{_PAD_MODES[mode]}") before it, and padding="VALID"'
+        yield Reason(f"padding={node.padding!r} pads by zeros, PyTorch has padding_mode={mode!r}", line)
+        return
+    wanted = _torch_padding(module, apart, rank)
     if given is not None and given != wanted:
         shown = f"padding={node.padding!r}" + (f" at strides {strides}" if max(strides) > 1 else "")
         yield Reason(f"{shown} pads {given}, PyTorch {wanted}", f"padding={wanted}")

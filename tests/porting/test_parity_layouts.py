@@ -172,3 +172,66 @@ bias (PyTorch)
   got:    no value yet
   needed: a value: only an initialized model can be compared
   write:  torch_module(x) once, before lm.load and lm.parity""")
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_padding_by_other_than_zeros(tmp_path: Path, mode: str):
+    net = sequential(conv=nn.Conv1d(3, 4, 3, padding=1, padding_mode=mode))
+    x = torch.randn(2, 3, 8)
+    model = Sequence(conv=lm.LazyConv(4, (3,), padding=((1, 1),), rngs=R(0)))
+    report = port(net, model, tmp_path, x)
+    assert report.reason == f"padding=((1, 1),) pads by zeros, PyTorch has padding_mode={mode!r}"
+    pad = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}[mode]
+    assert report.write == f'jnp.pad(x, ..., mode="{pad}") before it, and padding="VALID"'
+
+    class Padded(Sequence):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return super().__call__(jnp.pad(x, ((0, 0), (1, 1), (0, 0)), mode=pad))  # type: ignore[arg-type]
+
+    padded = Padded(conv=lm.LazyConv(4, (3,), padding="VALID", rngs=R(0)))
+    report = port(net, padded, tmp_path, x)
+    assert report.agrees  # what it says to write is right
+    assert report.notes == ()
+    if mode == "circular":
+        circular = Sequence(conv=lm.LazyConv(4, (3,), padding="CIRCULAR", rngs=R(0)))
+        report = port(net, circular, tmp_path, x)
+        assert report.agrees
+        assert report.notes == ()
+
+
+def test_the_epsilon_that_pytorch_takes_by_default(tmp_path: Path):
+    net = sequential(norm=nn.RMSNorm(5))
+    x = 1e-3 * torch.randn(2, 4, 5)
+    report = port(net, Sequence(norm=lm.LazyRMSNorm(rngs=R(0))), tmp_path, x)
+    assert report.reason == "epsilon=1e-06, PyTorch has eps=1.19209e-07"
+    exact = Sequence(norm=lm.LazyRMSNorm(epsilon=float(np.finfo(np.float32).eps), rngs=R(0)))
+    assert port(net, exact, tmp_path, x).agrees
+
+
+def test_inside_of_a_trace_there_is_nothing_to_compare():
+    net, model = nn.Linear(3, 4), nnx.Linear(3, 4, rngs=R(0))
+    x = np.ones((2, 3), np.float32)
+
+    def inside(x: Any) -> Any:
+        lm.parity(model, net, x)
+        return x
+
+    def with_model(model: Any, x: Any) -> Any:
+        lm.parity(model, net, np.ones((2, 3), np.float32))
+        return x
+
+    def in_a_block(x: Any) -> Any:
+        with lm.lazytensor.lazy():
+            return inside(x)
+
+    for call in (jax.jit(inside), lambda x: nnx.jit(with_model)(model, x), in_a_block):
+        with pytest.raises(lm.LazyError) as caught:
+            call(x)
+        assert str(caught.value) == """\
+lm.parity
+  got:    a call inside a transform, or a block of lazy tensors
+  needed: values: PyTorch has to run on the same ones
+  write:  lm.parity outside of it"""
+    not_a_module: Any = lambda x: x  # noqa: E731
+    with pytest.raises(TypeError, match=r"parity compares an nnx\.Module, got function"):
+        lm.parity(not_a_module, net, x)
