@@ -26,11 +26,11 @@ from lazymods._model.report import ShapeReport, report_of
 from lazymods._snapshot import Snapshot
 
 
-def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
+def infer_shapes(model: nnx.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> ShapeReport:
     """Find the shapes of a model's layers, parameters and output; nothing is allocated and nothing changes.
 
     Args:
-        model: An nnx module, lazy or not.
+        model: An nnx module, lazy or not; or a method of one, where that is what is called.
         *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
         **kwargs: Keyword arguments of the call.
 
@@ -38,6 +38,7 @@ def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
         A report with a row for each layer, the output's shapes and dtypes, and totals. It prints as a table.
 
     Raises:
+        ArgumentError: If the model has no ``__call__``.
         ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
 
     Example:
@@ -50,11 +51,11 @@ def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
     """
     with lifecycle.LOCK, _no_collections():
         session = AbstractCall(model, args, kwargs).run()
-        return report_of(model, session, _plan(session, calling=False))
+        return report_of(session.model, session, _plan(session, calling=False))
 
 
 def materialize(
-    model: nnx.Module,
+    model: nnx.Module | Callable[..., Any],
     *args: Any,
     device: Any = None,
     dtype: Any = None,
@@ -67,7 +68,7 @@ def materialize(
     and are listed in the report's ``unreached``. Layers that are ready stay as they are.
 
     Args:
-        model: An nnx module.
+        model: An nnx module; or a method of one, where that is what is called.
         *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
         device: Where the parameters are made; None: the default device.
         dtype: The dtype that floating-point parameters (``nnx.Param``) get: drawn as usual, then cast. None: each
@@ -80,6 +81,7 @@ def materialize(
         The report of :func:`infer_shapes`, with ``unreached``.
 
     Raises:
+        ArgumentError: If the model has no ``__call__``.
         ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
         UninitializedError: If a layer's ``initialize_parameters`` leaves a parameter empty.
         RuntimeError: If JAX has no backend of the name ``init_backend``.

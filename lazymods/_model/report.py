@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import html
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from lazymods._layer.lifecycle import PendingValues
 from lazymods._layer.placeholder import show_shape
 from lazymods._model import hooks
 from lazymods._model.abstract_call import AbstractCall, CallArguments, hidden_nodes
+from lazymods._model.called import model_of
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import TracedState, held_by, input_of, with_inputs
 
@@ -373,11 +374,11 @@ def _shape_of(name: str, value: Any) -> ParameterShape:
 # ---------------------------------------------------------------- summary
 
 
-def summary(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
+def summary(model: nnx.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> ShapeReport:
     """Show a model's layers: shapes, parameters, bytes and floating-point operations; nothing changes.
 
     Args:
-        model: An nnx module, lazy or not; lazy layers are marked.
+        model: An nnx module, lazy or not; lazy layers are marked. Or a method of one, where that is what is called.
         *args: What its call takes, arrays or ``jax.ShapeDtypeStruct``. Without arguments the table says what is
             known now, with ``?`` for the rest.
         **kwargs: Keyword arguments of the call.
@@ -387,13 +388,14 @@ def summary(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
         optimization where JAX has its CPU backend.
 
     Raises:
+        ArgumentError: If arguments are given and the model has no ``__call__``.
         ShapeInferenceError: If a layer cannot be sized or refuses its input.
     """
     if not args and not kwargs:
-        return report_of(model, None)
+        return report_of(model_of(model), None)
     with lifecycle.LOCK:
         session = AbstractCall(model, args, kwargs).run()
-        report = report_of(model, session)
+        report = report_of(session.model, session)
     calls = {dotted(path): call for path, call in session.calls.items() if not call.stacked}
     flops = {row.path: _flops(session, c.path, c.args, c.kwargs) for row in report.rows if (c := calls.get(row.path))}
     rows = tuple(dataclasses.replace(row, flops=flops.get(row.path)) for row in report.rows)
@@ -417,7 +419,7 @@ def _flops(session: AbstractCall, path: Path, args: Any, kwargs: Any) -> float |
             copies.give(node, key, with_inputs(value, next(left)))
         module, *modules = map(copies.of, roots)
         a, k = arguments.put_together(given, modules)
-        return jax.tree.leaves(module(*a, **k))
+        return jax.tree.leaves((module if path else session.called.of(module))(*a, **k))
 
     try:
         return _count(jax.jit(call), jax.tree.map(first_call.as_specs, held), arguments.arrays)
