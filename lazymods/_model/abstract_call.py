@@ -36,6 +36,7 @@ from lazymods._initial.keys import is_key
 from lazymods._initial.pending import InitSource, PendingInit
 from lazymods._layer import first_call, lifecycle, structure
 from lazymods._model import hooks
+from lazymods._model.called import Called
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import TracedState
 from lazymods._refusals import refuse_array
@@ -107,13 +108,15 @@ class AbstractCall:
     """One abstract run.
 
     Args:
-        model: The model; it is left as it is.
+        model: The model, or a method of it; it is left as it is.
         args: Arrays, specs and anything else that its call takes.
         kwargs: Keyword arguments.
         run: What is run instead of the model's call: it gets the copies and the arguments. ``model`` is then a list of
             what it reaches.
 
     Attributes:
+        called: What it calls.
+        model: The model.
         hidden: nnx objects that the call can reach and that Flax does not see, by their path; not what is in those.
         everything: The model, and what is hidden.
         visits: The lazy layers that were reached, in the order in which they were.
@@ -130,7 +133,8 @@ class AbstractCall:
         run: Callable[..., Any] | None = None,
     ) -> None:
         refuse_array(model, args)
-        self.model = model
+        self.called = Called(model)
+        self.model = model = self.called.model
         self._call_copy = run
         self.inputs = first_call.as_specs((args, kwargs))
         self._arguments = CallArguments(*self.inputs)
@@ -196,7 +200,9 @@ class AbstractCall:
             _forget_keys(variables)
             self._prepare()
             args, kwargs = self._arguments.put_together(given, list(map(copies.of, self._arguments.modules)))
-            output = self._call(copies.of(self.model), args, kwargs)
+            output = self._call(self.called.of(copies.of(self.model)), args, kwargs)
+            if self.called.is_method:  # which is not followed
+                self.calls[()] = Call((), *self.inputs, output=first_call.as_specs(output))
             _finish(list(map(copies.of, self.roots)))
             self.finished = copies.of(self.model)
             return _arrays_only(output)
