@@ -25,9 +25,11 @@ _LEAVES = {"running_mean": "mean", "running_var": "var"}  # as PyTorch says; a n
 _NORM_LEAVES = {"gamma": "weight", "beta": "bias"}  # as TensorFlow and older files of transformers say
 _NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm)
 _LAYER = re.compile(r"((?:weight|bias)_(?:ih|hh|hr))_l(\d+)(_reverse)?")
-_LORA = re.compile(r"\.(lora_[AB])\.[^.]+\.weight$")
+_LORA = re.compile(r"(^|\.)(lora_[AB])\.[^.]+\.weight$")  # with the name of one of several adapters
+_BASE = "base_layer."  # what PEFT wraps
 _MAX_PREFIX = 4  # parts
-_SOFT = 3  # parts of a name beyond its module, as in attn.out_proj.weight
+_BELOW = ("parametrizations", "lora_A", "lora_B", "base_layer")  # what stands below a module and is none in Flax
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "in_proj_weight", "in_proj_bias", "q_proj_weight")
 
 
 def matched(survey: Survey, tensors: Mapping[str, Any], *, leaves: bool) -> dict[str, str]:
@@ -104,22 +106,24 @@ class _Matcher:
 
     def _fits(self, name: str) -> bool:
         """Whether a name leads to a module that it may be a parameter of."""
-        name = ".".join(self._parts(name))
+        parts = self._parts(name)
+        name = ".".join(parts)
         if self._is_known(name):
             return True
         depth = self._depth(name)
-        rest = name.count(".") + 1 - depth
-        if rest > 1:
-            return depth > 0 and rest <= _SOFT and self._owns(name, depth)
-        return (self.module(name.rpartition(".")[0]) if depth else "") in self.holders
-
-    def _owns(self, name: str, depth: int) -> bool:
-        """Whether the module that a name leads to has parameters that are a few parts below it."""
-        module = self.module(".".join(name.split(".")[:depth]))
-        node = self.nodes.get(module or "")
-        return isinstance(node, (nnx.MultiHeadAttention, nnx.RNN, nnx.Bidirectional, nnx.WeightNorm, nnx.LoRA)) or (
-            module in self.holders
-        )
+        module = self.module(".".join(parts[:depth]))
+        if module is None:
+            return False
+        rest = parts[depth:]
+        if self.leaves:
+            prefix = f"{module}." if module else ""
+            return len(rest) == 1 and any(prefix + leaf in self.known for leaf in _flax_words(rest[0]))
+        node = self.nodes[module]
+        if isinstance(node, nnx.MultiHeadAttention):
+            return rest[0] in _PROJECTIONS
+        if _LAYER.fullmatch(rest[0]):
+            return isinstance(node, (nnx.RNN, nnx.Bidirectional)) or module in self.stacks
+        return module in self.holders and (len(rest) == 1 or rest[0] in _BELOW)
 
     def _parts(self, name: str) -> list[str]:
         """Return the parts of a name, without wrappers and collections that the model has no child of."""
@@ -155,7 +159,8 @@ class _Matcher:
 
         One of the two is empty, and both are if names fit as well without, or if two prefixes would do.
         """
-        names = [name for name in names if not self._is_known(name)]
+        names = list(names)
+        taken = set(names)
         fitting = {name for name in names if self._fits(name)}
         lost = [name for name in names if name not in fitting]
         if not lost:
@@ -164,11 +169,10 @@ class _Matcher:
         ons = {f"{path}." for path in self.nodes if path and path.count(".") < 2}
         counts: dict[tuple[str, str], int] = {}
         for off in offs:
-            with_it = [name for name in names if name.startswith(off)]
-            gained = sum(self._fits(name.removeprefix(off)) for name in with_it if name not in fitting)
-            counts[off, ""] = gained
+            shorter = [name.removeprefix(off) for name in lost if name.startswith(off)]
+            counts[off, ""] = sum(name not in taken and self._fits(name) for name in shorter)
         for on in ons:
-            counts["", on] = sum(self._fits(on + name) for name in lost)
+            counts["", on] = sum(on + name not in taken and self._fits(on + name) for name in lost)
         most = max(counts.values(), default=0)
         best = [prefix for prefix, count in counts.items() if count == most]
         return best[0] if most and len(best) == 1 else ("", "")
@@ -192,7 +196,10 @@ class _Matcher:
             return f"{self.stacks[module][int(layer[2])]}.{layer[1]}_l0{layer[3] or ''}"
         if leaf in _NORM_LEAVES and isinstance(self.nodes[module], _NORMS):
             return prefix + _NORM_LEAVES[leaf]
-        return _LORA.sub(r".\1.weight", f".{prefix}{leaf}")[1:]
+        node = self.nodes[module]
+        if leaf.startswith(_BASE) and isinstance(node, (nnx.LoRA, nnx.LoRALinear)):
+            leaf = ("base_module." if isinstance(node, nnx.LoRA) else "") + leaf.removeprefix(_BASE)
+        return prefix + _LORA.sub(r"\1\2.weight", leaf)
 
     def _flax_leaf(self, prefix: str, leaf: str, tensor: Any) -> str:
         if prefix + leaf in self.known:
@@ -204,6 +211,11 @@ class _Matcher:
         return other if prefix + other in self.known else leaf
 
 
+def _flax_words(leaf: str) -> tuple[str, ...]:
+    """Return what Flax may call what another library calls so."""
+    return (leaf, "scale") if leaf == "weight" else (leaf, _LEAVES.get(leaf, leaf))
+
+
 def _limit(parts: Collection[str]) -> int:
     return min(len(parts), _MAX_PREFIX + 1)
 
@@ -213,7 +225,7 @@ def _recurrent_stacks(nodes: Iterable[tuple[Path, Any]]) -> dict[str, list[str]]
     below: dict[Path, list[str]] = {}
     sequential = {path for path, node in nodes if isinstance(node, nnx.Sequential)}
     for path, node in nodes:
-        if path and isinstance(path[-1], int) and isinstance(node, (nnx.RNN, nnx.Bidirectional)):
+        if path and str(path[-1]).isdecimal() and isinstance(node, (nnx.RNN, nnx.Bidirectional)):
             owner = path[:-1]
             if owner and owner[-1] == "layers" and owner[:-1] in sequential:
                 owner = owner[:-1]
