@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -28,6 +28,7 @@ _LAYER = re.compile(r"((?:weight|bias)_(?:ih|hh|hr))_l(\d+)(_reverse)?")
 _LORA = re.compile(r"(^|\.)(lora_[AB])\.[^.]+\.weight$")  # with the name of one of several adapters
 _BASE = "base_layer."  # what PEFT wraps
 _MAX_PREFIX = 4  # parts
+_MAX_SAMPLE = 200  # names that are looked at for a prefix
 _BELOW = ("parametrizations", "lora_A", "lora_B", "base_layer")  # what stands below a module and is none in Flax
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "in_proj_weight", "in_proj_bias", "q_proj_weight")
 
@@ -68,19 +69,27 @@ class _Matcher:
     def matched(self, tensors: Mapping[str, Any]) -> dict[str, str]:
         """Return the file's name for each new name."""
         wrapper = self._wrapper(tensors)
-        bare = {name: name.removeprefix(wrapper) for name in tensors}
-        off, on = self._prefix(bare.values())
+        bare = {name: self._bare(name.removeprefix(wrapper)) for name in tensors}
+        off, on = self._prefix(list(bare.values()))
         out: dict[str, str] = {}
         for name, tensor in tensors.items():
             new = bare[name]
-            if not self._is_known(new):
-                if off or on:
-                    new = on + new.removeprefix(off) if new.startswith(off) and not self._fits(new) else new
-                new = new if self._is_known(new) else self._match(new, tensor)
+            if new.startswith(off) and (off or on) and not self._fits(new):
+                new = self._bare(on + new.removeprefix(off))
+            new = new if self._is_known(new) else self._match(new, tensor)
             if new in out or (new != name and new in tensors):
                 new = name
             out[new] = name
         return out
+
+    def _bare(self, name: str) -> str:
+        """Return a name with dots, without wrappers and collections that the model has no child of."""
+        if self._is_known(name):
+            return name
+        parts = re.split(r"[./]", name)
+        while len(parts) > 1 and parts[0] in PREFIXES and parts[0] not in self.nodes:
+            parts = parts[1:]
+        return ".".join(parts)
 
     def _is_known(self, name: str) -> bool:
         return name in self.known or base_name(name) in self.known
@@ -106,10 +115,9 @@ class _Matcher:
 
     def _fits(self, name: str) -> bool:
         """Whether a name leads to a module that it may be a parameter of."""
-        parts = self._parts(name)
-        name = ".".join(parts)
         if self._is_known(name):
             return True
+        parts = name.split(".")
         depth = self._depth(name)
         module = self.module(".".join(parts[:depth]))
         if module is None:
@@ -124,13 +132,6 @@ class _Matcher:
         if _LAYER.fullmatch(rest[0]):
             return isinstance(node, (nnx.RNN, nnx.Bidirectional)) or module in self.stacks
         return module in self.holders and (len(rest) == 1 or rest[0] in _BELOW)
-
-    def _parts(self, name: str) -> list[str]:
-        """Return the parts of a name, without wrappers and collections that the model has no child of."""
-        parts = re.split(r"[./]", name)
-        while len(parts) > 1 and parts[0] in PREFIXES and parts[0] not in self.nodes:
-            parts = parts[1:]
-        return parts
 
     # ------------------------------------------------------------ prefixes
 
@@ -154,33 +155,32 @@ class _Matcher:
                 best = tried
         return best
 
-    def _prefix(self, names: Iterable[str]) -> tuple[str, str]:
-        """Return the prefix to take off the names that have it, and the one to put on: by which the most names fit.
+    def _prefix(self, names: Sequence[str]) -> tuple[str, str]:
+        """Return the prefix to take off the names that have it, or the one to put on: by which the most names fit.
 
-        One of the two is empty, and both are if names fit as well without, or if two prefixes would do.
+        Both are empty if all names fit as they are, or if two prefixes would do. One is never put in another's place:
+        an encoder's weights are no decoder's.
         """
-        names = list(names)
-        taken = set(names)
-        fitting = {name for name in names if self._fits(name)}
-        lost = [name for name in names if name not in fitting]
+        lost = [name for name in names if not self._fits(name)]
         if not lost:
             return "", ""
-        offs = {".".join(parts[:i]) + "." for parts in map(self._parts, lost) for i in range(1, _limit(parts))}
-        ons = {f"{path}." for path in self.nodes if path and path.count(".") < 2}
-        counts: dict[tuple[str, str], int] = {}
-        for off in offs:
-            shorter = [name.removeprefix(off) for name in lost if name.startswith(off)]
-            counts[off, ""] = sum(name not in taken and self._fits(name) for name in shorter)
-        for on in ons:
-            counts["", on] = sum(on + name not in taken and self._fits(on + name) for name in lost)
-        most = max(counts.values(), default=0)
-        best = [prefix for prefix, count in counts.items() if count == most]
+        sample = lost[:: -(-len(lost) // _MAX_SAMPLE)]
+        taken = set(names)
+        offs = {".".join(parts[:i]) + "." for name in sample for parts in [name.split(".")] for i in _range(parts)}
+        ons = [path for path in self.nodes if path and path.count(".") < 2 and not re.search(r"\d", path)]
+        readings: dict[frozenset[tuple[str, str]], tuple[str, str]] = {}
+        for off, on in (*((off, "") for off in sorted(offs)), *(("", f"{path}.") for path in ons)):
+            found = {name: self._bare(on + name.removeprefix(off)) for name in sample if name.startswith(off)}
+            fitting = {(name, new) for name, new in found.items() if new not in taken and self._fits(new)}
+            readings.setdefault(frozenset(fitting), (off, on))
+        most = max(map(len, readings), default=0)
+        best = [prefixes for reading, prefixes in readings.items() if len(reading) == most]
         return best[0] if most and len(best) == 1 else ("", "")
 
     # ------------------------------------------------------------ names
 
     def _match(self, name: str, tensor: Any) -> str:
-        parts = self._parts(name)
+        parts = name.split(".")
         for i in range(len(parts) - 1, -1, -1):  # the longest module first
             module = self.module(".".join(parts[:i]))
             if module is not None:
@@ -216,8 +216,8 @@ def _flax_words(leaf: str) -> tuple[str, ...]:
     return (leaf, "scale") if leaf == "weight" else (leaf, _LEAVES.get(leaf, leaf))
 
 
-def _limit(parts: Collection[str]) -> int:
-    return min(len(parts), _MAX_PREFIX + 1)
+def _range(parts: Sequence[str]) -> range:
+    return range(1, min(len(parts), _MAX_PREFIX + 1))
 
 
 def _recurrent_stacks(nodes: Iterable[tuple[Path, Any]]) -> dict[str, list[str]]:

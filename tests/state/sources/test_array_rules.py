@@ -128,7 +128,8 @@ CASES = {
         {"gate_proj.kernel": Q.T, "up_proj.kernel": K.T},
     ),
     "three that are one": Case(
-        {f"{n}_proj.{e}": a for n, w, b in zip(NAMES, (Q, K, V), B, strict=True) for e, a in (("weight", w), ("bias", b))},
+        {f"{n}_proj.weight": w for n, w in zip(NAMES, (Q, K, V), strict=True)}
+        | {f"{n}_proj.bias": b for n, b in zip(NAMES, B, strict=True)},
         lambda: dense("qkv", size=24),
         [rules.Merge(("q_proj", "k_proj", "v_proj"), into="qkv")],
         {"qkv.kernel": np.concatenate([Q, K, V]).T, "qkv.bias": np.concatenate(B)},
@@ -185,7 +186,10 @@ CASES = {
         {"fc.kernel": ((INT8.astype(F32) - z[:, None].astype(F32)) * FINE).T},
     ),
     "float8 by block": Case(
-        {"fc.weight": (f8 := normal(4, 6).astype(ml_dtypes.float8_e4m3fn)), "fc.weight_scale_inv": (s := np.abs(normal(2, 3)))},
+        {
+            "fc.weight": (f8 := normal(4, 6).astype(ml_dtypes.float8_e4m3fn)),
+            "fc.weight_scale_inv": (s := np.abs(normal(2, 3))),
+        },
         lambda: dense("fc", bias=False),
         [rules.Dequantize("weight$", scale="weight_scale_inv", into="weight")],
         {"fc.kernel": (f8.astype(F32) * s.repeat(2, 0).repeat(2, 1)).T},
@@ -199,7 +203,11 @@ CASES = {
     "per head, and then to experts": Case(
         {"x.weight": (x := normal(12, 4))},
         lambda: nnx.Dict(a=experts_of(2), b=experts_of(2)),
-        [rules.Reshape("x", (2, 6, 4)), rules.Split("x", into=("a", "b"), axis=1), rules.Unstack("([ab])[.]weight", r"\1.{i}.weight")],
+        [
+            rules.Reshape("x", (2, 6, 4)),
+            rules.Split("x", into=("a", "b"), axis=1),
+            rules.Unstack("([ab])[.]weight", r"\1.{i}.weight"),
+        ],
         {f"{n}.{i}.kernel": x.reshape(2, 2, 3, 4)[i, j].T for j, n in enumerate("ab") for i in range(2)},
     ),
 }

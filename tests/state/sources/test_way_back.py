@@ -156,7 +156,7 @@ def effective(net: Any) -> dict[str, Any]:
 # ---------------------------------------------------------------- what no module of the model holds
 
 
-def loaded(model: Any, arrays: dict[str, np.ndarray], **options: Any) -> lm.LoadResult:
+def loaded(model: Any, arrays: dict[str, Any], **options: Any) -> lm.LoadResult:
     return lm.load(model, arrays, layout="torch", **options)
 
 
