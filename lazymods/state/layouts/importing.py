@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +37,12 @@ class Imported(NamedTuple):
     stacked: dict[str, tuple[tuple[int, int], ...]]
 
 
-def from_torch(model: Any, tensors: Mapping[str, Any], flatten: Mapping[str, Sequence[int]] | None) -> Imported:
+def from_torch(
+    model: Any,
+    tensors: Mapping[str, Any],
+    flatten: Mapping[str, Sequence[int]] | None,
+    known: Collection[str] | None = None,
+) -> Imported:
     """Give the tensors of a PyTorch file the names and layouts of a model.
 
     Args:
@@ -45,6 +50,7 @@ def from_torch(model: Any, tensors: Mapping[str, Any], flatten: Mapping[str, Seq
         tensors: :class:`~lazymods.state.files.stored.StoredTensor` by name; what is something else stays as it is.
         flatten: By a layer's name, the sizes ``(*spatial, channels)`` of what is flattened before it, for a layer that
             PyTorch flattens channels first and the model channels last.
+        known: The names of the model's entries, if they are known already.
 
     Returns:
         The entries, where they come from, and what cannot be held exactly.
@@ -53,7 +59,7 @@ def from_torch(model: Any, tensors: Mapping[str, Any], flatten: Mapping[str, Seq
         StateDictError: If two entries of the model have one name.
     """
     found, problems = with_sizes(list(sites(model)), flatten)
-    out = _imported(found, tensors, set(named_places(model)))
+    out = _imported(found, tensors, set(named_places(model) if known is None else known))
     out.problems.extend(problems)
     return out
 

@@ -190,6 +190,19 @@ def test_what_was_dropped_is_left_out_unless_it_is_tied() -> None:
     np.testing.assert_array_equal(out["head.weight"], embedding.numpy() + 1)
 
 
+def test_a_head_that_is_stored_twice_and_left_out(tmp_path: Path) -> None:
+    """Files of safetensors know of no ties; the entry that is as the embedding is written as the embedding is now."""
+    embedding = np.arange(12, dtype=np.float32).reshape(4, 3)
+    for head, is_tied in ((embedding, True), (embedding[::-1], False)):
+        arrays = {"embed.weight": embedding, "head.weight": np.ascontiguousarray(head)}
+        model = model_of(embed=lm.LazyEmbed(rngs=R(0)))
+        result = loaded(model, arrays, ignore="^head")
+        model.embed.embedding[...] += 1
+        out = lm.export_torch(model, like=result)
+        assert list(out) == (["embed.weight", "head.weight"] if is_tied else ["embed.weight"])
+        assert all(np.array_equal(value, embedding + 1) for value in out.values())
+
+
 def test_what_was_trained_goes_back_in_the_file_s_dtype() -> None:
     model = model_of()
     result = loaded(model, {name: value.astype(np.float16) for name, value in WEIGHT.items()})
