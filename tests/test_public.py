@@ -223,6 +223,7 @@ def test_private_attributes_of_jax_and_flax_are_used_in_one_file() -> None:
     replacing = (
         *("state/layouts/rule.py", "_initial/program.py", "lazytensor/reach.py"),
         *("state/entries.py", "state/load.py", "state/training.py"),
+        *("porting/comparing.py", "porting/parity.py"),
     )
     of_named_tuples = {name: {"_replace"} for name in replacing}
     assert used == {"_layer/factory.py": {"_getframe"}, "_graph.py": {"_getframe"}} | of_named_tuples  # and of sys

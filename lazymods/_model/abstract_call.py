@@ -38,6 +38,7 @@ from lazymods._layer import first_call, lifecycle, structure
 from lazymods._model import hooks
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import TracedState
+from lazymods._refusals import refuse_array
 
 INDEX = _compat.own_name("index")
 
@@ -128,6 +129,7 @@ class AbstractCall:
         kwargs: dict[str, Any],
         run: Callable[..., Any] | None = None,
     ) -> None:
+        refuse_array(model, args)
         self.model = model
         self._call_copy = run
         self.inputs = first_call.as_specs((args, kwargs))
@@ -245,7 +247,7 @@ class AbstractCall:
                     self._where(),
                     describe_call(call.args, call.kwargs),
                     f"an input that the layer takes; it says: {one_line(error)}",
-                    "the call again with another input",
+                    "lm.materialize(model, x)  # with another input",
                 )
             ) from error
         except Exception as error:
@@ -301,7 +303,7 @@ class AbstractCall:
                     _own_name(layer),
                     "a lazy layer that is no part of the model, reached by its forward",
                     "every lazy layer as an attribute of the model, so that it can be sized with it",
-                    "self.layer = layer, in the model's __init__",
+                    "self.layer = layer  # in the model's __init__",
                 )
             )
         args, kwargs = first_call.as_specs((args, kwargs))
@@ -374,7 +376,7 @@ class AbstractCall:
                     _graph.place(layer, _own_name(layer)),
                     f"{describe_call(args, kwargs)} ({_show(values)}) after {first} ({_show(visit.values)})",
                     "the same sizes at every call: its parameters have one shape",
-                    "a layer of its own for each width",
+                    "self.other = lm.LazyLinear(features, rngs=rngs)  # a layer of its own for each width",
                 )
             )
 

@@ -18,7 +18,7 @@ from lazymods import _graph
 from lazymods._error_lists import cause_of, collapsed
 from lazymods._errors import describe
 from lazymods._initial.keys import is_key
-from lazymods._layer import lifecycle
+from lazymods._layer import lifecycle, stacks
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, is_mapped, printable, refuse
 from lazymods.state.flow import Rename, has_array_rules
@@ -123,7 +123,7 @@ def load(
     if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
         raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
     ignored, may_miss = _patterns("ignore", ignore), _patterns("missing", missing)
-    with lifecycle.LOCK:
+    with lifecycle.LOCK, stacks.apart(abstract=True):
         survey = Survey(model)
 
         def read(file: Checkpoint) -> tuple[Checkpoint, Prepared, str, dict[str, Any], Collection[str]]:

@@ -19,8 +19,8 @@ from lazymods._errors import (
     describe,
     located,
 )
-from lazymods._graph import MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
-from lazymods._layer import first_call, held, lifecycle, structure
+from lazymods._graph import LOCAL, MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
+from lazymods._layer import first_call, held, lifecycle, stacks, structure
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
 from lazymods._layer.drawing import note_draws
@@ -156,6 +156,11 @@ def load_entries(
     if mismatched not in ("error", "skip"):
         raise ValueError(f'mismatched is "error" or "skip", got {mismatched!r}')
     origin = origin or Origin()
+    if LOCAL.apart is None:
+        with stacks.apart(abstract=True):
+            return load_entries(
+                model, entries, strict=strict, mismatched=mismatched, dtype=dtype, origin=origin, survey=survey
+            )
     with lifecycle.LOCK:
         survey = survey or Survey(model)
         given = first_given = dict(entries)
@@ -181,12 +186,14 @@ def load_entries(
             snapshot.keep(w.current for w in plan.writes.values() if is_buffer(w.current))
             with _compat.at_trace(home_trace(model)):  # what is written must outlive the current trace
                 _write(plan, origin)
+                LOCAL.apart.put_together()
             for node in reversed(after):  # children before parents
                 run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
             if origin.warn is not None:
                 origin.warn(result)
         except BaseException:
+            LOCAL.apart.restore()
             if snapshot is not None:
                 snapshot.restore()
             raise
