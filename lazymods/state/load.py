@@ -163,9 +163,11 @@ def load_entries(
             )
     with lifecycle.LOCK:
         survey = survey or Survey(model)
-        given = first_given = dict(entries)
+        given = dict(entries)
+        found = origin.sources
         if survey.hooked:
-            given = _run_pre_hooks(survey, given, strict)
+            before, given = given, _run_pre_hooks(survey, dict(given), strict)
+            found = _found_by_hooks(before, given, origin)
             survey = Survey(model)  # a hook may do anything
         entries = decoded(given, survey.places)
         plan = make_plan(survey, entries, skip=mismatched == "skip", dtype=dtype)
@@ -178,8 +180,9 @@ def load_entries(
                 given = {n: _read(v) if n in survey.places else v for n, v in given.items()}
                 entries = decoded(given, survey.places)
                 plan = make_plan(survey, entries, skip=mismatched == "skip", dtype=dtype, fitted=fitted)
+            matched = {name: found.get(name, (name,)) for name in plan.writes}
             unexpected = [name for name in plan.unexpected if name not in origin.ignored]
-            result = LoadResult(plan.missing, unexpected, plan.mismatched, _matched(plan, origin, first_given))
+            result = LoadResult(plan.missing, unexpected, plan.mismatched, matched)
             after = [n for _, n in survey.hooked if hooks_of(n, "load_state_dict_post")]
             _raise_problems(plan, result, origin, strict=strict and not after)
             snapshot = snapshot or Snapshot(model)
@@ -200,17 +203,17 @@ def load_entries(
     return result
 
 
-def _matched(plan: LoadPlan, origin: Origin, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return where each value comes from; what a hook has made comes from no entry that is known."""
+def _found_by_hooks(
+    before: Mapping[str, Any], given: Mapping[str, Any], origin: Origin
+) -> Mapping[str, tuple[str, ...]]:
+    """Return the names in the file of what hooks have left, moved or made; what they have made has none."""
     if not origin.sources:
-        return {name: (name,) for name in plan.writes}
-    by_value = {id(value): name for name, value in given.items()}
+        return {}
+    by_value = {id(value): name for name, value in before.items()}
     out = {}
-    for name in plan.writes:
-        value = plan.given.get(name)
-        same = name if given.get(name) is value else by_value.get(id(value), "")
-        is_made = same == "" and name in given and given[name] is not value
-        out[name] = () if is_made else origin.sources.get(same or name, ())
+    for name, value in given.items():
+        old = name if before.get(name) is value else by_value.get(id(value))
+        out[name] = () if old is None else origin.sources.get(old, (old,))
     return out
 
 
