@@ -80,7 +80,7 @@ def test_dir_shows_the_public_names_and_no_others() -> None:
     expected = {a.name for a in aliases} | {"nn", "__version__"} | set(lm.nn.__all__)
     assert dir(lm) == sorted(expected)
     modules = {n for n, v in NAMES.items() if isinstance(v, types.ModuleType)}
-    assert modules == {"autograd", "dispatch", "lazytensor", "nn"}
+    assert modules == {"autograd", "dispatch", "lazytensor", "nn", "rules"}
 
 
 @pytest.mark.parametrize("name", PUBLIC)

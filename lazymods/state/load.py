@@ -55,6 +55,11 @@ class LoadResult(_Lists):
         unexpected: Entries without a parameter.
         mismatched: Entries whose shape does not fit, left out by ``mismatched="skip"``.
         matched: What was loaded: for each name of the model the names, in the state dict or file, that it came from.
+        ignored: Entries that the model has no parameter for and that were left out: known buffers, and what ``ignore``
+            names.
+        root: The part of the file that was loaded, of one that holds several; else ``""``.
+        notes: What else is to be said, in sentences.
+        way_back: What :func:`lazymods.export_torch` needs to undo the load.
     """
 
     def __new__(
@@ -64,12 +69,20 @@ class LoadResult(_Lists):
         mismatched: list[str],
         matched: Mapping[str, tuple[str, ...]] | None = None,
     ) -> LoadResult:
-        """Make a result; ``matched`` is no part of the tuple."""
+        """Make a result; only the three lists are in the tuple."""
         self = super().__new__(cls, missing, unexpected, mismatched)
         self.matched = dict(matched or {})
+        self.ignored = []
+        self.root = ""
+        self.notes = []
+        self.way_back = None
         return self
 
     matched: dict[str, tuple[str, ...]]
+    ignored: list[str]
+    root: str
+    notes: list[str]
+    way_back: Any
 
     @property
     def missing_keys(self) -> list[str]:
@@ -82,10 +95,12 @@ class LoadResult(_Lists):
         return self.unexpected
 
     def __repr__(self) -> str:
-        """Say that all matched, or list what did not."""
+        """Say that all matched, or list what did not, and what else there is to say."""
+        notes = "".join(f"; {note}" for note in self.notes)
         if not any(self):
-            return "<All keys matched successfully>"
-        return f"LoadResult(missing={self.missing}, unexpected={self.unexpected}, mismatched={self.mismatched})"
+            return f"<All keys matched successfully{notes}>"
+        lists = f"missing={self.missing}, unexpected={self.unexpected}, mismatched={self.mismatched}"
+        return f"LoadResult({lists}{notes})"
 
 
 
@@ -100,6 +115,10 @@ class Origin(NamedTuple):
         is_flax_file: Whether it is a file that was taken for one of Flax's names and layouts.
         weak: The names whose values are of weak type, although they are arrays of numpy.
         warn: Called with the result; what it raises undoes the load, as a warning does that is an error.
+        ignored: Names of entries that need no parameter.
+        may_miss: Says of a name whether the model may have no entry for it.
+        why_missing: Returns, for names without an entry, what was got instead and the line to write, where it is known.
+        remarks: What an error says below its heading.
         placing: Where on a mesh the arrays go; None: where the model has them.
     """
 
@@ -110,6 +129,10 @@ class Origin(NamedTuple):
     is_flax_file: bool = False
     weak: Collection[str] = frozenset()
     warn: Callable[[LoadResult], None] | None = None
+    ignored: Collection[str] = ()
+    may_miss: Callable[[str], bool] = lambda name: False
+    why_missing: Callable[[Sequence[str]], Mapping[str, tuple[str, str]]] = lambda names: {}
+    remarks: Sequence[str] = ()
     placing: Placing | None = None
 
     def in_parts(self, place: Place) -> bool:
@@ -152,8 +175,10 @@ def load_entries(
     with lifecycle.LOCK:
         survey = survey or Survey(model)
         given = dict(entries)
+        found = origin.sources
         if survey.hooked:
-            given = _run_pre_hooks(survey, given, strict)
+            before, given = given, _run_pre_hooks(survey, dict(given), strict)
+            found = _found_by_hooks(before, given, origin)
             survey = Survey(model)  # a hook may do anything
         entries = decoded(given, survey.places)
         options = {"skip": mismatched == "skip", "dtype": dtype, "in_parts": origin.in_parts}
@@ -167,8 +192,9 @@ def load_entries(
                 given = {n: _read(v, survey.places.get(n), origin) for n, v in given.items()}
                 entries = decoded(given, survey.places)
                 plan = make_plan(survey, entries, fitted=fitted, **options)
-            matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
-            result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
+            matched = {name: found.get(name, (name,)) for name in plan.writes}
+            unexpected = [name for name in plan.unexpected if name not in origin.ignored]
+            result = LoadResult(plan.missing, unexpected, plan.mismatched, matched)
             after = [n for _, n in survey.hooked if hooks_of(n, "load_state_dict_post")]
             _raise_problems(plan, result, origin, strict=strict and not after)
             snapshot = snapshot or Snapshot(model)
@@ -190,6 +216,20 @@ def load_entries(
                 snapshot.restore()
             raise
     return result
+
+
+def _found_by_hooks(
+    before: Mapping[str, Any], given: Mapping[str, Any], origin: Origin
+) -> Mapping[str, tuple[str, ...]]:
+    """Return the names in the file of what hooks have left, moved or made; what they have made has none."""
+    if not origin.sources:
+        return {}
+    by_value = {id(value): name for name, value in before.items()}
+    out = {}
+    for name, value in given.items():
+        old = name if before.get(name) is value else by_value.get(id(value))
+        out[name] = () if old is None else origin.sources.get(old, (old,))
+    return out
 
 
 def _grow(plan: LoadPlan, fitted: Sequence[tuple[Any, AbstractModule]]) -> None:
@@ -238,15 +278,15 @@ def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[
 def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, strict: bool) -> None:
     problems = list(plan.problems)
     if strict:
-        problems += [
-            Problem(
-                name,
-                f"no entry in {origin.name}",
-                "an entry for each parameter of the model",
-                "an entry for it: lm.state_dict, or a checkpoint, of a model like this one",
-            )
-            for name in result.missing
-        ]
+        missing = [name for name in result.missing if not origin.may_miss(name)]
+        known = origin.why_missing(missing)
+        usual = (
+            f"no entry in {origin.name}",
+            "an entry for it: lm.state_dict, or a checkpoint, of a model like this one",
+        )
+        for name in missing:
+            got, line = known.get(name, usual)
+            problems.append(Problem(name, got, "an entry for each parameter of the model", line))
         for name in result.unexpected:
             got = f"{describe(plan.given[name])}, an entry" if name in plan.given else "an entry"
             line = "strict=False to leave it out"
@@ -260,6 +300,7 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
     cause = cause_of(result.missing, result.unexpected)
     if cause is not None:
         heading += f"\n  cause:  {cause[0]}\n  write:  {cause[1]}"
+    heading += "".join(f"\n  note:   {remark}" for remark in origin.remarks)
     if plan.uninitialized:
         raise UninitializedError(*plan.uninitialized, *problems, heading=heading)
     if problems:
