@@ -17,7 +17,7 @@ from lazymods._errors import LazyError, located, relocate
 from lazymods._graph import STATE, Path, dotted
 from lazymods._initial.keys import is_key
 from lazymods._initial.pending import PendingInit
-from lazymods._layer import first_call, lifecycle
+from lazymods._layer import first_call, lifecycle, param_dtypes
 from lazymods._layer.drawing import note_draws
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedVariable
@@ -119,6 +119,8 @@ def _materialize(start: Callable[[], AbstractCall], device: Any, dtype: Any, ini
                 if _graph.is_placeholder(variable):  # not reached: as before
                     variable.set_raw_value(pending)
             _cast(session.everything, empty, dtype)
+            if dtype is not None:
+                param_dtypes.follow([node for _, layer in session.lazy for _, node in _graph.nodes(layer)])
             if where is not None:
                 _move(session.everything, empty, device)
         except BaseException:

@@ -19,7 +19,8 @@ from lazymods._error_lists import cause_of
 from lazymods._errors import StateDictError, describe
 from lazymods._initial.keys import is_key
 from lazymods._layer import lifecycle
-from lazymods.state import names
+from lazymods.state import modes, names
+from lazymods.state.beside import Beside
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.opening import read_checkpoint
 from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, printable, refuse
@@ -40,6 +41,7 @@ def load(
     strict: bool = True,
     mismatched: str = "error",
     dtype: Any = None,
+    mode: str | None = None,
     progress: bool | None = None,
 ) -> LoadResult:
     """Load a checkpoint into a model, lazy or not.
@@ -67,12 +69,16 @@ def load(
             the Linear's path: PyTorch flattens channels first.
         strict: Whether missing and unexpected entries are errors.
         mismatched: ``"error"``, or ``"skip"`` to leave out entries whose shape does not fit, and list them.
-        dtype: The dtype that the floating-point parameters (``nnx.Param``) get that are loaded; None: each keeps its
+        dtype: The dtype that the floating-point parameters (``nnx.Param``) get that are loaded, and that their layers
+            compute in where they follow ``param_dtype``; ``"file"``: each gets that of its entry. None: each keeps its
             own, as statistics, an optimizer's moments and raw arrays do.
+        mode: ``"eval"`` or ``"train"``: the mode that the model is put in, as by ``model.eval()``. None: it stays in
+            its own, training for Flax's layers, and the result says so where that matters.
         progress: Show a progress bar on stderr; None: on a terminal, for long loads.
 
     Returns:
-        What was missing, unexpected and mismatched; ``matched`` says what came from where.
+        What was missing, unexpected and mismatched; ``matched`` says what came from where, ``notes`` what else is
+        good to know.
 
     Raises:
         CheckpointError: If the file is not what it claims to be.
@@ -84,7 +90,9 @@ def load(
 
     Warns:
         UserWarning: If two parameters of the model are one in the file; if a matrix of 8-bit numbers, as quantized
-            weights are stored, goes into wider floats; or if, with ``strict=False``, nothing at all was loaded.
+            weights are stored, goes into wider floats; if ``config.json`` beside the file has another activation
+            function, or epsilon of the norms; or if, with ``strict=False``, nothing at all was loaded, statistics of
+            a BatchNorm were not, or an output layer was left to chance or left out that the embedding may stand for.
 
     Example:
         >>> import tempfile, lazymods as lm
@@ -97,20 +105,16 @@ def load(
         >>> layer.in_features
         3
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
-    if flatten and layout != "torch":
-        raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
-    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
+    _check_options(layout, flatten, dtype, mode)
     with lifecycle.LOCK:
         survey = Survey(model)
 
-        def read(file: Checkpoint) -> tuple[Checkpoint, dict[str, Any], dict[str, tuple[str, ...]]]:
+        def read(file: Checkpoint) -> tuple[Checkpoint, dict[str, Any], dict[str, tuple[str, ...]], Beside]:
             part, entries, sources = part_of(survey, file, lambda p: _entries(survey, p, layout, rename, flatten))
-            return part, _values(survey, entries), sources
+            beside = Beside(survey, part.path, entries, sources, is_torch=layout == "torch")
+            return part, _values(survey, entries), sources, beside
 
-        file, entries, sources = read_checkpoint(path, read)
+        file, entries, sources, beside = read_checkpoint(path, read)
         _check_booleans(entries, file)
         _check_key_kinds(survey.places, entries, file)
         _warn_of_quantized(survey.places, entries, file)
@@ -119,12 +123,20 @@ def load(
             owned = {id(value) for value in entries.values()}
             weak = _weak(file, sources)
 
-            def warn(result: LoadResult) -> None:
+            def finish(result: LoadResult) -> None:
                 if not result.matched and entries and survey.places:
                     _warn_of_nothing(result, file)
                 _warn_of_untied(survey.places, file, sources)
+                for text in beside.remarks(result, entries):
+                    _warn(f"{printable(file.path.name)}: {text}")
+                if mode is not None:
+                    modes.set_mode(model, mode)
+                elif note := modes.note_of(model):
+                    result.notes.append(note)
 
-            origin = Origin(_called(file), sources, owned, advance, layout == "flax", weak, warn)
+            origin = Origin(
+                _called(file), sources, owned, advance, layout == "flax", weak, finish, beside.wrong_heads()
+            )
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if is_training_state(model):
                 from lazymods.state import training  # with the optimizers, which many loads do without
@@ -133,6 +145,18 @@ def load(
             else:
                 result = load_entries(model, entries, survey=survey, **options)
     return result
+
+
+def _check_options(layout: str, flatten: Mapping[str, Sequence[int]] | None, dtype: Any, mode: str | None) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    if flatten and layout != "torch":
+        raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
+    keeps = isinstance(dtype, str) and dtype == "file"
+    if dtype is not None and not keeps and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
+    if mode is not None and mode not in modes.MODES:
+        raise ValueError(f"mode is one of {', '.join(map(repr, modes.MODES))}, got {mode!r}")
 
 
 def _called(file: Checkpoint) -> str:
@@ -164,7 +188,7 @@ def _entries(
     if layout == "torch" and not problems:
         from lazymods.state.layouts import from_torch
 
-        imported = from_torch(survey.model, entries, flatten)
+        imported = from_torch(survey.model, entries, flatten, {new: stored[name] for new, name in origins.items()})
         sources = {n: tuple(origins[s] for s in imported.sources.get(n, (n,))) for n in imported.entries}
         entries, problems = imported.entries, imported.problems
     if problems:

@@ -20,7 +20,7 @@ from lazymods._errors import (
     located,
 )
 from lazymods._graph import MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
-from lazymods._layer import first_call, held, lifecycle, structure
+from lazymods._layer import first_call, held, lifecycle, param_dtypes, structure
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
 from lazymods._layer.drawing import note_draws
@@ -28,7 +28,7 @@ from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
 from lazymods._memory import Incoming, transfer
 from lazymods._snapshot import Snapshot
-from lazymods.state import by_trial
+from lazymods.state import by_trial, missing, tied_heads
 from lazymods.state.entries import Survey, home_trace, is_buffer, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread
 from lazymods.state.load_plan import LoadPlan, Write, make_plan
@@ -50,6 +50,7 @@ class LoadResult(_Lists):
         unexpected: Entries without a parameter.
         mismatched: Entries whose shape does not fit, left out by ``mismatched="skip"``.
         matched: What was loaded: for each name of the model the names, in the state dict or file, that it came from.
+        notes: What else is good to know, in sentences: which layers are in training mode.
     """
 
     def __new__(
@@ -59,12 +60,14 @@ class LoadResult(_Lists):
         mismatched: list[str],
         matched: Mapping[str, tuple[str, ...]] | None = None,
     ) -> LoadResult:
-        """Make a result; ``matched`` is no part of the tuple."""
+        """Make a result; ``matched`` and ``notes`` are no part of the tuple."""
         self = super().__new__(cls, missing, unexpected, mismatched)
         self.matched = dict(matched or {})
+        self.notes = []
         return self
 
     matched: dict[str, tuple[str, ...]]
+    notes: list[str]
 
     @property
     def missing_keys(self) -> list[str]:
@@ -78,10 +81,11 @@ class LoadResult(_Lists):
 
     def __repr__(self) -> str:
         """Say that all matched, or list what did not."""
+        notes = "; ".join(self.notes)
         if not any(self):
-            return "<All keys matched successfully>"
-        return f"LoadResult(missing={self.missing}, unexpected={self.unexpected}, mismatched={self.mismatched})"
-
+            return f"<All keys matched successfully{notes and f'; {notes}'}>"
+        told = f"LoadResult(missing={self.missing}, unexpected={self.unexpected}, mismatched={self.mismatched})"
+        return f"{told} <{notes}>" if notes else told
 
 
 class Origin(NamedTuple):
@@ -94,7 +98,8 @@ class Origin(NamedTuple):
         advance: Called with the number of bytes whenever some have been copied.
         is_flax_file: Whether it is a file that was taken for one of Flax's names and layouts.
         weak: The names whose values are of weak type, although they are arrays of numpy.
-        warn: Called with the result; what it raises undoes the load, as a warning does that is an error.
+        finish: Called with the result; what it raises undoes the load, as a warning does that is an error.
+        problems: What is wrong with them beside what does not fit.
     """
 
     name: str = "the state dict"
@@ -103,7 +108,8 @@ class Origin(NamedTuple):
     advance: Callable[[int], None] | None = None
     is_flax_file: bool = False
     weak: Collection[str] = frozenset()
-    warn: Callable[[LoadResult], None] | None = None
+    finish: Callable[[LoadResult], None] | None = None
+    problems: Sequence[Problem] = ()
 
 
 TORCH_LEAVES = ("weight", "num_batches_tracked", "running_mean", "running_var", "in_proj_weight", "weight_ih_l0")
@@ -126,7 +132,8 @@ def load_entries(
         entries: Arrays by the model's names.
         strict: Whether missing and unexpected entries are errors.
         mismatched: ``"error"`` or ``"skip"``.
-        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get, or ``"file"`` for the one that each has
+            among ``entries``; None: each its own.
         origin: Where they come from; None: somebody's state dict.
         survey: The model, if it has been walked already.
     """
@@ -158,11 +165,13 @@ def load_entries(
             snapshot.keep(w.current for w in plan.writes.values() if is_buffer(w.current))
             with _compat.at_trace(home_trace(model)):  # what is written must outlive the current trace
                 _write(plan, origin)
+            if dtype is not None:
+                param_dtypes.follow([node for _, node in _graph.nodes(model)])
             for node in reversed(after):  # children before parents
                 run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
-            if origin.warn is not None:
-                origin.warn(result)
+            if origin.finish is not None:
+                origin.finish(result)
         except BaseException:
             if snapshot is not None:
                 snapshot.restore()
@@ -212,23 +221,20 @@ def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[
 
 
 def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, strict: bool) -> None:
-    problems = list(plan.problems)
+    problems = [*origin.problems, *plan.problems]
     if strict:
-        problems += [
-            Problem(
-                name,
-                f"no entry in {origin.name}",
-                "an entry for each parameter of the model",
-                "an entry for it: lm.state_dict, or a checkpoint, of a model like this one",
-            )
-            for name in result.missing
-        ]
+        shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if result.missing else {}
+        for name in result.missing:
+            cause = missing.cause_of(plan.places, name, shapes)
+            got = f"no entry in {origin.name}" + (f": {cause[0]}" if cause else "")
+            line = cause[1] if cause else "an entry for it: lm.state_dict, or a checkpoint, of a model like this one"
+            problems.append(Problem(name, got, "an entry for each parameter of the model", line))
         for name in result.unexpected:
             got = f"{describe(plan.given[name])}, an entry" if name in plan.given else "an entry"
             line = "strict=False to leave it out"
             if origin.is_flax_file and name.rpartition(".")[2] in TORCH_LEAVES:
                 line = 'layout="torch", if PyTorch wrote the file'
-            line = _sizes_line(plan, name) or line
+            line = _sizes_line(plan, name) or _head_line(plan, name) or line
             problems.append(
                 Problem(name, f"{got} that the model has no parameter for", "only entries of the model", line)
             )
@@ -242,6 +248,12 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
         error = StateDictError(*problems, heading=heading)
         error.missing, error.unexpected, error.mismatched = result
         raise error
+
+
+def _head_line(plan: LoadPlan, name: str) -> str | None:
+    """Say what to write for an entry that may be an output layer, where the model has the embedding for one."""
+    embeddings = {n: w.value for n, w in plan.writes.items() if tied_heads.is_embedding(w.place)}
+    return f"{tied_heads.LINE} for it" if tied_heads.untied(plan.given.get(name), embeddings) else None
 
 
 def _sizes_line(plan: LoadPlan, name: str) -> str | None:

@@ -12,7 +12,7 @@ from flax import nnx
 from lazymods import _graph
 from lazymods._errors import Problem, StateDictError, UninitializedError, describe, located
 from lazymods.state.entries import Place, named_places
-from lazymods.state.layouts.importing import with_sizes
+from lazymods.state.layouts.importing import with_sizes, without_layers
 from lazymods.state.layouts.site import Array, Refusal, Site
 from lazymods.state.layouts.table import rule_for, sites, torch_names
 
@@ -56,11 +56,11 @@ def export_torch(model: nnx.Module, *, flatten: Mapping[str, Sequence[int]] | No
         for name in names:
             left.pop(name, None)
         for name, value in entries.items():
-            _put(out, problems, _without_layers(name, sequential), value)
+            _put(out, problems, without_layers(name, sequential), value)
     if not problems:
         problems = [r.at(_where(site)) for site in found if (r := rule_for(type(site.node)).refuse_left(site, left))]
     for name, torch in torch_names(found, left).items():
-        _put(out, problems, _without_layers(torch, sequential), np.asarray(left[name].value))
+        _put(out, problems, without_layers(torch, sequential), np.asarray(left[name].value))
     if problems:
         raise StateDictError(*problems, heading=f"PyTorch cannot hold {type(model).__name__}")
     return out
@@ -68,14 +68,6 @@ def export_torch(model: nnx.Module, *, flatten: Mapping[str, Sequence[int]] | No
 
 def _where(site: Site) -> str:
     return located(_graph.dotted(site.path), type(site.node).__name__)
-
-
-def _without_layers(name: str, sequential: Sequence[str]) -> str:
-    """Return a name as PyTorch has it: the modules of an ``nn.Sequential`` are its own attributes, ``0``, ``1``, ..."""
-    for prefix in sorted(sequential, key=len, reverse=True):  # inner ones first: the names of outer ones stay
-        if name.startswith(f"{prefix}layers."):
-            name = prefix + name.removeprefix(f"{prefix}layers.")
-    return name
 
 
 def _check_ready(model: Any, places: Mapping[str, Place]) -> None:

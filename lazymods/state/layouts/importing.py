@@ -7,9 +7,13 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from flax import nnx
+
+from lazymods._error_lists import shown_names
 from lazymods._errors import Problem
 from lazymods._graph import dotted
 from lazymods.state.entries import named_places
+from lazymods.state.layouts import doubts
 from lazymods.state.layouts.file import TorchFile
 from lazymods.state.layouts.site import Site, Sizes
 from lazymods.state.layouts.table import rule_for, sites, torch_names
@@ -30,7 +34,12 @@ class Imported(NamedTuple):
     problems: list[Problem]
 
 
-def from_torch(model: Any, tensors: Mapping[str, Any], flatten: Mapping[str, Sequence[int]] | None) -> Imported:
+def from_torch(
+    model: Any,
+    tensors: Mapping[str, Any],
+    flatten: Mapping[str, Sequence[int]] | None,
+    originals: Mapping[str, Any] | None = None,
+) -> Imported:
     """Give the tensors of a PyTorch file the names and layouts of a model.
 
     Args:
@@ -38,6 +47,8 @@ def from_torch(model: Any, tensors: Mapping[str, Any], flatten: Mapping[str, Seq
         tensors: :class:`~lazymods.state.files.stored.StoredTensor` by name; what is something else stays as it is.
         flatten: By a layer's name, the sizes ``(*spatial, channels)`` of what is flattened before it, for a layer that
             PyTorch flattens channels first and the model channels last.
+        originals: What the file has for each of ``tensors``, before any rule of the user's changed it; None: nothing
+            is known of the file, and nothing is in doubt.
 
     Returns:
         The entries, where they come from, and what cannot be held exactly.
@@ -48,6 +59,8 @@ def from_torch(model: Any, tensors: Mapping[str, Any], flatten: Mapping[str, Seq
     file = TorchFile(tensors)
     found, problems = with_sizes(list(sites(model)), flatten)
     file.problems.extend(problems)
+    if originals is not None:
+        file.problems.extend(doubts.found(found, tensors, originals))
     for site in found:
         rule_for(type(site.node)).read(site, file)
     known = set(named_places(model))
@@ -79,15 +92,19 @@ def with_sizes(found: list[Site], flatten: Mapping[str, Sequence[int]] | None) -
     """Give the sites that ``flatten`` names their sizes, under all of their names, and say which it names in vain."""
     sizes: dict[int, Sizes] = {}
     problems: list[Problem] = []
+    flattening = [s for s in found if rule_for(type(s.node)).flattens] if flatten else []
+    sequential = [s.prefix for s in found if isinstance(s.node, nnx.Sequential)]
+    names = {id(s): without_layers(s.prefix, sequential)[:-1] for s in flattening}
     for name, given in (flatten or {}).items():
-        named = [s for s in found if rule_for(type(s.node)).flattens and name in (dotted(s.path), s.prefix[:-1])]
+        named = [s for s in flattening if name in (dotted(s.path), s.prefix[:-1], names[id(s)])]
         try:
             whole = tuple(operator.index(n) for n in given)
         except TypeError:
             whole = ()
         if not named:
             got = "no layer of that name that can follow a flatten"
-            problems.append(Problem(name, f"flatten for it, and {got}", *_FLATTENS))
+            there = f": {shown_names([*names.values()])}".replace("\n", ", ") if names else ""
+            problems.append(Problem(name, f"flatten for it, and {got}", f"{_FLATTENS[0]}{there}", _FLATTENS[1]))
         elif not whole or min(whole) < 1:
             problems.append(Problem(name, f"flatten sizes {given!r}", "positive whole numbers", _FLATTENS[1]))
         else:
@@ -101,3 +118,11 @@ _FLATTENS = (
     "the name of a Linear, LinearGeneral, LayerNorm or RMSNorm of the model",
     'flatten={"fc": (height, width, channels)}',
 )
+
+
+def without_layers(name: str, sequential: Sequence[str]) -> str:
+    """Return a name as PyTorch has it: the modules of an ``nn.Sequential`` are its own attributes, ``0``, ``1``, ..."""
+    for prefix in sorted(sequential, key=len, reverse=True):  # inner ones first: the names of outer ones stay
+        if name.startswith(f"{prefix}layers."):
+            name = prefix + name.removeprefix(f"{prefix}layers.")
+    return name
