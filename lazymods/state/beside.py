@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +60,13 @@ class Beside:
                 "both are filled, and will train apart. To use one for both: nnx.Embed.attend"
             )
         return out + tied_heads.remarks(self.survey.places, result.missing, result.unexpected, entries)
+
+    def watch(
+        self, result: LoadResult, entries: Mapping[str, Any], flatten: Mapping[str, Sequence[int]] | None
+    ) -> None:
+        """Let the model's first call tell of a ``flatten`` that was forgotten."""
+        from lazymods.state import flattened  # with what runs models, which most loads do without
+
+        flattened.forget(self.survey.model)
+        loaded = {name: entries[name] for name in result.matched if name in entries}
+        flattened.watch(self.survey.model, flattened.suspects(self.survey, loaded, flatten))

@@ -128,11 +128,13 @@ def load(
                     _warn_of_nothing(result, file)
                 _warn_of_untied(survey.places, file, sources)
                 for text in beside.remarks(result, entries):
-                    _warn(f"{printable(file.path.name)}: {text}")
+                    warn(f"{printable(file.path.name)}: {text}")
                 if mode is not None:
                     modes.set_mode(model, mode)
                 elif note := modes.note_of(model):
                     result.notes.append(note)
+                if layout == "torch":
+                    beside.watch(result, entries, flatten)
 
             origin = Origin(
                 _called(file), sources, owned, advance, layout == "flax", weak, finish, beside.wrong_heads()
@@ -242,7 +244,7 @@ def _is_spread(value: np.ndarray[Any, Any]) -> bool:
     return value.size > 1 and not any(value.strides)
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
     """Warn at the line that called :func:`load`."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "lazymods":
@@ -272,13 +274,13 @@ def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], 
         what = "hold numbers of 8 bits or less, as quantized weights do, and are loaded without scales"
         left = f"; the file has {printable(', '.join(scales[:3]))}" if scales else ""
         text = f"{printable(file.path.name)}: {printable(shown)} {what}{left}"
-        _warn(text)
+        warn(text)
 
 
 def _warn_of_nothing(result: LoadResult, file: Checkpoint) -> None:
     cause = cause_of(result.missing, result.unexpected)
     why = f": {cause[0]}; write {cause[1]}" if cause else ""
-    _warn(f"{printable(file.path.name)}: nothing was loaded, no name fits the model{why}")
+    warn(f"{printable(file.path.name)}: nothing was loaded, no name fits the model{why}")
 
 
 def _is_wider_float(value: Any) -> bool:
@@ -305,4 +307,4 @@ def _warn_of_untied(places: Mapping[str, Place], file: Checkpoint, sources: Mapp
             line = f"To tie them: model.{a} = model.{b}"
         else:  # an nnx.Linear has the transpose of what an nnx.Embed has
             line = "To use one for both: nnx.Embed.attend"
-        _warn(f"{told}; both are filled, and will train apart. {line}")
+        warn(f"{told}; both are filled, and will train apart. {line}")

@@ -148,7 +148,7 @@ def differences(survey: Survey, config: Config, loaded: Iterable[str]) -> list[s
 def _epsilons(nodes: Iterable[tuple[Any, Any]], config: Config) -> Iterator[str]:
     if config.values["model_type"] in _OTHER_EPSILONS:
         return
-    told: dict[tuple[str, str], list[str]] = {}
+    told: dict[tuple[str, str, str], list[str]] = {}
     for path, node in nodes:
         cls = unhooked_class(type(node))
         if "Norm" not in cls.__name__ or isinstance(node, (nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm)):

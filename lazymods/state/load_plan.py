@@ -126,7 +126,7 @@ class LoadPlan:
             dtype = jax.dtypes.canonicalize_dtype(stored if dtype is None else dtype)
         if self.dtype is None or not isinstance(place.owner, nnx.Param) or not jnp.issubdtype(dtype, jnp.floating):
             return dtype
-        if not isinstance(self.dtype, str):
+        if not (isinstance(self.dtype, str) and self.dtype == "file"):
             return self.dtype
         is_kept = jnp.issubdtype(stored, jnp.floating) and not isinstance(place.value, np.ndarray)
         return jax.dtypes.canonicalize_dtype(stored) if is_kept else dtype
