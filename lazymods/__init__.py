@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lazymods import dispatch as dispatch
     from lazymods import lazytensor as lazytensor
     from lazymods import nn as nn
+    from lazymods import rules as rules
     from lazymods._counts import metrics as metrics
     from lazymods._model.hooks import RemovableHandle as RemovableHandle
     from lazymods._model.hooks import register_forward_hook as register_forward_hook
@@ -57,8 +58,10 @@ if TYPE_CHECKING:
     from lazymods.compile.persistent import set_compilation_cache as set_compilation_cache
     from lazymods.state import LoadResult as LoadResult
     from lazymods.state.checkpoint import load as load
-    from lazymods.state.layouts import export_torch as export_torch
+    from lazymods.state.exporting import export_torch as export_torch
     from lazymods.state.load_state_dict import load_state_dict as load_state_dict
+    from lazymods.state.opened import OpenCheckpoint as OpenCheckpoint
+    from lazymods.state.opened import open as open
     from lazymods.state.orbax_saving import PendingSave as PendingSave
     from lazymods.state.state_dict import state_dict as state_dict
     from lazymods.state.writing import save as save
@@ -92,11 +95,13 @@ _ON_FIRST_USE = {
     "ParameterShape": "lazymods._model.report",
     "PendingSave": "lazymods.state.orbax_saving",
     "ShapeReport": "lazymods._model.report",
-    "export_torch": "lazymods.state.layouts",
+    "export_torch": "lazymods.state.exporting",
     "infer_shapes": "lazymods._model.inference",
     "load": "lazymods.state.checkpoint",
     "load_state_dict": "lazymods.state",
     "materialize": "lazymods._model.inference",
+    "open": "lazymods.state.opened",
+    "OpenCheckpoint": "lazymods.state.opened",
     "save": "lazymods.state.writing",
     "state_dict": "lazymods.state",
     "summary": "lazymods._model.report",
@@ -104,7 +109,7 @@ _ON_FIRST_USE = {
 }
 
 
-_PARTS = ("autograd", "dispatch", "lazytensor")  # imported when they are first used, as modules
+_PARTS = ("autograd", "dispatch", "lazytensor", "rules")  # imported when they are first used, as modules
 
 
 if not TYPE_CHECKING:  # to a type checker, a name that is missing is an error

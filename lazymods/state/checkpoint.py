@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -15,29 +15,35 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _graph
-from lazymods._error_lists import cause_of
-from lazymods._errors import StateDictError, describe
+from lazymods._error_lists import cause_of, collapsed
+from lazymods._errors import describe
 from lazymods._initial.keys import is_key
 from lazymods._layer import lifecycle
-from lazymods.state import modes, names
+from lazymods.state import modes
 from lazymods.state.beside import Beside
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
-from lazymods.state.files.opening import read_checkpoint
-from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, printable, refuse
+from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, is_mapped, printable, refuse
+from lazymods.state.flow import Rename, has_array_rules
 from lazymods.state.load import LoadResult, Origin, load_entries
-from lazymods.state.names import Rename
 from lazymods.state.parts import may_fit, part_of
+from lazymods.state.prepared import Prepared, prepare, why_missing
 from lazymods.state.progress import progress_bar
+from lazymods.state.sources import read_source
+from lazymods.state.way_back import WayBack, forget_values
 
 LAYOUTS = ("flax", "torch")
 
 def load(
     model: nnx.Pytree | MutableMapping[str, Any],
-    path: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Mapping[str, Any] | Any,
     *,
     layout: str = "flax",
     rename: Rename | None = None,
     flatten: Mapping[str, Sequence[int]] | None = None,
+    root: str | None = None,
+    variant: str | None = None,
+    ignore: str | Sequence[str] = (),
+    missing: str | Sequence[str] = (),
     strict: bool = True,
     mismatched: str = "error",
     dtype: Any = None,
@@ -54,19 +60,30 @@ def load(
     Args:
         model: An nnx module, or any nnx object, also one that ``nnx.eval_shape`` made; or a dict of a training state
             as :func:`save` takes it, whose numbers and texts are set in it: a number of another type takes the file's.
-        path: A file or folder; its format is told by its content, then by its name: safetensors, an index of sharded
+        source: A file or folder; its format is told by its content, then by its name: safetensors, an index of sharded
             files (``*.index.json``), a Hugging Face folder, npz, an Orbax folder, or a PyTorch file, which is
             read without PyTorch and never run. Of one that holds several mappings of tensors (a model's, an
-            optimizer's) the one that fits is taken.
+            optimizer's) the one that fits is taken. Or arrays in memory: a mapping from names, nested or not, to
+            arrays of numpy, JAX or PyTorch, what :func:`open` gives, or a ``torch.nn.Module``.
         layout: ``"flax"``, or ``"torch"`` for names and layouts as PyTorch's modules have them: each module of the
             model reads those of its PyTorch counterpart.
-        rename: From a name of the file to a name of the model, before the layout: a mapping (other names stay), a list
-            of pairs ``(pattern, replacement)`` for ``re.sub``, or a function. None for a name drops the entry. Without
-            it, names are matched over the frequent differences: ``layers_0`` for ``layers.0``, slashes for dots, ``0``
+        rename: From a name of the file to a name of the model, before the layout: a mapping (other names stay), a
+            function, or a list of pairs ``(pattern, replacement)`` for ``re.sub`` and of the array rules of
+            :mod:`lazymods.rules`, applied in order. None for a name drops the entry. What it leaves as it is, is
+            matched over the frequent differences: ``layers_0`` for ``layers.0``, slashes for dots, ``0``
             for ``layers.0`` in an ``nnx.Sequential``, the prefixes ``module.``, ``_orig_mod.``, ``model.``,
-            ``params.`` and ``batch_stats.``, and a norm's ``weight``, ``running_mean`` and ``running_var``.
+            ``params.`` and ``batch_stats.``, any one prefix that many names have (``bert.``) or lack, a norm's
+            ``weight``, ``running_mean`` and ``running_var``, ``weight_ih_l1`` for the second of a list of recurrent
+            layers, PEFT's names of adapters.
         flatten: With ``layout="torch"``, for a Linear after a flatten, the shape ``(H, W, C)`` that is flattened, by
             the Linear's path: PyTorch flattens channels first.
+        root: The part of the file that is meant, by what its names begin with: ``"model_ema"``; None: the one that
+            fits, or the whole.
+        variant: Of a folder, the variant of its files: ``"fp16"`` for ``model.fp16.safetensors``.
+        ignore: Regular expressions, searched for in the names of entries that the model has no parameter for: these
+            are left out. Buffers that are known (position numbers, causal masks, rotary frequencies, counters) are
+            left out with ``layout="torch"`` without it.
+        missing: Regular expressions, searched for in the model's names: these may be missing.
         strict: Whether missing and unexpected entries are errors.
         mismatched: ``"error"``, or ``"skip"`` to leave out entries whose shape does not fit, and list them.
         dtype: The dtype that the floating-point parameters (``nnx.Param``) get that are loaded, and that their layers
@@ -77,22 +94,24 @@ def load(
         progress: Show a progress bar on stderr; None: on a terminal, for long loads.
 
     Returns:
-        What was missing, unexpected and mismatched; ``matched`` says what came from where, ``notes`` what else is
-        good to know.
+        What was missing, unexpected and mismatched; ``matched`` says what came from where, ``ignored`` what was left
+        out, ``notes`` what else there is to say.
 
     Raises:
         CheckpointError: If the file is not what it claims to be.
         StateDictError: If its entries do not fit the model, as for :func:`load_state_dict`.
         UninitializedError: If a lazy layer is an argument of a transform of Flax that cannot carry new parameters out.
         FileNotFoundError: If there is no such file.
-        TypeError: If the model is neither an nnx object nor a dict or list that can be written to.
+        TypeError: If the model is neither an nnx object nor a dict or list that can be written to, or the source or
+            ``rename`` is none.
         ValueError: If an argument has no such choice.
 
     Warns:
-        UserWarning: If two parameters of the model are one in the file; if a matrix of 8-bit numbers, as quantized
-            weights are stored, goes into wider floats; if ``config.json`` beside the file has another activation
-            function, or epsilon of the norms; or if, with ``strict=False``, nothing at all was loaded, statistics of
-            a BatchNorm were not, or an output layer was left to chance or left out that the embedding may stand for.
+        UserWarning: If a part of ``rename`` fits no entry, or drops one that the model then misses; if two parameters
+            of the model are one in the file; if a matrix of 8-bit numbers, as quantized weights are stored, goes into
+            wider floats; if ``config.json`` beside the file has another activation function, or epsilon of the norms;
+            or if, with ``strict=False``, nothing at all was loaded, statistics of a BatchNorm were not, or an output
+            layer was left to chance or left out that the embedding may stand for.
 
     Example:
         >>> import tempfile, lazymods as lm
@@ -106,38 +125,50 @@ def load(
         3
     """
     _check_options(layout, flatten, dtype, mode)
+    ignored, may_miss = _patterns("ignore", ignore), _patterns("missing", missing)
     with lifecycle.LOCK:
         survey = Survey(model)
 
-        def read(file: Checkpoint) -> tuple[Checkpoint, dict[str, Any], dict[str, tuple[str, ...]], Beside]:
-            part, entries, sources = part_of(survey, file, lambda p: _entries(survey, p, layout, rename, flatten))
-            beside = Beside(survey, part.path, entries, sources, is_torch=layout == "torch")
-            return part, _values(survey, entries), sources, beside
+        def read(file: Checkpoint) -> tuple[Checkpoint, Prepared, str, dict[str, Any], Collection[str], Beside]:
+            def reader(part: Checkpoint) -> Prepared:
+                return prepare(survey, part, layout, rename, flatten)
 
-        file, entries, sources, beside = read_checkpoint(path, read)
+            part, prepared, begin = part_of(survey, file, reader, root)
+            beside = Beside(survey, part, prepared, is_torch=layout == "torch")
+            return part, prepared, begin, _values(survey, prepared.entries), file.roots, beside
+
+        as_stored = layout == "torch" or has_array_rules(rename)
+        file, prepared, begin, entries, roots, beside = read_source(source, read, as_stored=as_stored, variant=variant)
         _check_booleans(entries, file)
         _check_key_kinds(survey.places, entries, file)
         _warn_of_quantized(survey.places, entries, file)
+        left = _ignored(survey, prepared, layout, ignored)
+        report = _Report(survey, file, layout, flatten, prepared)
+
+        def may_be_missing(name: str) -> bool:
+            return any(pattern.search(name) for pattern in may_miss)
+
+        def finish(result: LoadResult) -> None:
+            report.warn(result)
+            for text in beside.remarks(result, entries, may_be_missing):
+                warn(f"{printable(file.path.name)}: {text}")
+            beside.finish(result, mode, flatten)
+
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
         with progress_bar(progress, f"loading {printable(file.path.name)}", total) as advance:
-            owned = {id(value) for value in entries.values()}
-            weak = _weak(file, sources)
-
-            def finish(result: LoadResult) -> None:
-                if not result.matched and entries and survey.places:
-                    _warn_of_nothing(result, file)
-                _warn_of_untied(survey.places, file, sources)
-                for text in beside.remarks(result, entries):
-                    warn(f"{printable(file.path.name)}: {text}")
-                if mode is not None:
-                    modes.set_mode(model, mode)
-                elif note := modes.note_of(model):
-                    result.notes.append(note)
-                if layout == "torch":
-                    beside.watch(result, entries, flatten)
-
             origin = Origin(
-                _called(file), sources, owned, advance, layout == "flax", weak, finish, beside.wrong_heads()
+                file.title,
+                {name: tuple(f"{begin}{s}" for s in found) for name, found in prepared.sources.items()},
+                _owned(file, entries),
+                advance,
+                layout == "flax",
+                _weak(file, prepared.sources),
+                finish,
+                left,
+                may_be_missing,
+                report.why_missing,
+                [f"nothing of the file fits {text}, of rename" for text in prepared.flow.unused],
+                beside.wrong_heads(),
             )
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if is_training_state(model):
@@ -146,6 +177,10 @@ def load(
                 result = training.load_entries(model, entries, **options)
             else:
                 result = load_entries(model, entries, survey=survey, **options)
+    result.ignored = [begin + s for name in left for s in prepared.sources[name]]
+    result.root = begin.rstrip(".")
+    result.notes = [*_notes(left, begin, roots), *prepared.notes, *result.notes]
+    result.way_back = _way_back(file, layout, flatten, prepared, result, left)
     return result
 
 
@@ -161,8 +196,117 @@ def _check_options(layout: str, flatten: Mapping[str, Sequence[int]] | None, dty
         raise ValueError(f"mode is one of {', '.join(map(repr, modes.MODES))}, got {mode!r}")
 
 
-def _called(file: Checkpoint) -> str:
-    return f"the checkpoint {printable(str(file.path), 5000)}"
+def _patterns(what: str, given: str | Sequence[str]) -> list[re.Pattern[str]]:
+    listed = [given] if isinstance(given, str) else list(given)
+    if not all(isinstance(pattern, str) for pattern in listed):
+        raise TypeError(f"{what} is a regular expression, or several, got {given!r}")
+    return [re.compile(pattern) for pattern in listed]
+
+
+def _ignored(
+    survey: Survey, prepared: Prepared, layout: str, patterns: Sequence[re.Pattern[str]]
+) -> dict[str, str | None]:
+    """Return the entries without a parameter that need none, each with what it is: a buffer, or what was named."""
+    out: dict[str, str | None] = {}
+    for name, tensor in prepared.entries.items():
+        if name in survey.places or base_name(name) in survey.places:
+            continue
+        if any(pattern.search(n) for pattern in patterns for n in (name, *prepared.sources.get(name, ()))):
+            out[name] = None
+        elif layout == "torch":
+            from lazymods.state.buffers import known_buffer
+
+            what = known_buffer(name, tensor)
+            if what is not None:
+                out[name] = what
+    return out
+
+
+def _owned(file: Checkpoint, entries: Mapping[str, Any]) -> set[int]:
+    """Return the ids of the arrays whose memory JAX may take over: those of the file, and not somebody's own."""
+    if not file.in_memory:
+        return {id(value) for value in entries.values()}
+    return {id(value) for value in entries.values() if isinstance(value, np.ndarray) and is_mapped(value)}
+
+
+def _notes(left: Mapping[str, str | None], begin: str, roots: Collection[str]) -> list[str]:
+    notes = []
+    kinds: dict[str, list[str]] = {}
+    for name, what in left.items():
+        kinds.setdefault(what or "as asked", []).append(name)
+    for what, found in kinds.items():
+        names = collapsed(found)
+        notes.append(f"ignored {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({what})")
+    others = [root for root in roots if f"{root}." != begin]
+    if begin and others:
+        notes.append(f"taken from {printable(begin[:-1])!r}, beside {', '.join(map(printable, others[:8]))}")
+    return notes
+
+
+def _way_back(
+    file: Checkpoint,
+    layout: str,
+    flatten: Mapping[str, Sequence[int]] | None,
+    prepared: Prepared,
+    result: LoadResult,
+    left: Collection[str],
+) -> WayBack:
+    """Note what the way back needs."""
+    flow, final = prepared.flow, prepared.final
+    loaded = {name for model_name in result.matched for name in prepared.laid.get(model_name, ())}
+    constant = {name for name in (*prepared.swallowed, *left) if name in final and name not in loaded}
+    file_name = {id(entry): name for name, entry in flow.originals.items()}
+    kept = {}
+    for name in constant:
+        entry = final[name]
+        if id(entry) in file_name and isinstance(entry.tensor, StoredTensor):
+            values = np.asarray(entry.tensor.read())
+            kept[file_name[id(entry)]] = np.array(values) if file.in_memory else values
+    used = {source for name in loaded for source in final[name].sources}
+    tied: dict[str, str] = {}
+    for group in (*([kept_name, alias] for alias, kept_name in file.aliases.items()), *file.ties):
+        found = [name for name in group if name in used]
+        tied |= {name: found[0] for name in group if found and name not in used}
+    forget_values(flow)
+    stacked = {name: levels for name, levels in prepared.stacked.items() if name in result.matched}
+    return WayBack(layout, flatten, flow.originals, flow.applied, final, frozenset(loaded), kept, tied, stacked)
+
+
+class _Report:
+    """What is said of a load when it is known what it has left out."""
+
+    def __init__(
+        self,
+        survey: Survey,
+        file: Checkpoint,
+        layout: str,
+        flatten: Mapping[str, Sequence[int]] | None,
+        prepared: Prepared,
+    ) -> None:
+        self.survey, self.file, self.prepared = survey, file, prepared
+        self.layout, self.flatten = layout, flatten
+
+    def _dropped(self, missing: Sequence[str]) -> dict[str, tuple[str, str]]:
+        return why_missing(self.survey, self.file, self.layout, self.flatten, self.prepared, missing)
+
+    def why_missing(self, missing: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """Return what was got for names without an entry that a rename has dropped, and the line to write."""
+        line = "a narrower pattern in rename"
+        return {
+            name: (f"no entry: {by} of rename has dropped {source} of {self.file.title}", line)
+            for name, (source, by) in self._dropped(missing).items()
+        }
+
+    def warn(self, result: LoadResult) -> None:
+        """Warn of what a user is not to find out later."""
+        if not result.matched and self.prepared.entries and self.survey.places:
+            _warn_of_nothing(result, self.file)
+        _warn_of_untied(self.survey.places, self.file, self.prepared.sources)
+        called = printable(self.file.path.name)
+        if self.prepared.flow.unused:
+            warn(f"{called}: nothing fits {', '.join(map(printable, self.prepared.flow.unused))}, of rename")
+        for name, (source, by) in self._dropped(result.missing).items():
+            warn(f"{called}: {by} of rename has dropped {printable(source)}, and the model has no {name} now")
 
 
 def _weak(file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> set[str]:
@@ -170,33 +314,6 @@ def _weak(file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> set[str]:
     if not file.weak:
         return set()
     return {new for new, old in sources.items() if any(file.aliases.get(name, name) in file.weak for name in old)}
-
-
-def _entries(
-    survey: Survey,
-    file: Checkpoint,
-    layout: str,
-    rename: Rename | None,
-    flatten: Mapping[str, Sequence[int]] | None,
-) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Return what the file holds by the model's names, and the names in the file."""
-    stored = dict(file.tensors) | {alias: file.tensors[kept] for alias, kept in file.aliases.items()}
-    if rename is None:
-        origins, problems = names.matched(survey, stored, leaves=layout == "flax"), []
-    else:
-        origins, problems = names.renamed(stored, names.as_function(rename))
-    entries = {new: stored[name] for new, name in origins.items()}
-    sources = {new: (name,) for new, name in origins.items()}
-    if layout == "torch" and not problems:
-        from lazymods.state.layouts import from_torch
-
-        imported = from_torch(survey.model, entries, flatten, {new: stored[name] for new, name in origins.items()})
-        sources = {n: tuple(origins[s] for s in imported.sources.get(n, (n,))) for n in imported.entries}
-        entries, problems = imported.entries, imported.problems
-    if problems:
-        heading = f"{_called(file)} does not fit {type(survey.model).__name__}; nothing was loaded"
-        raise StateDictError(*problems, heading=heading)
-    return entries, sources
 
 
 def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:

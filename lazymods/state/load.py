@@ -28,7 +28,8 @@ from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
 from lazymods._memory import Incoming, transfer
 from lazymods._snapshot import Snapshot
-from lazymods.state import by_trial, missing, tied_heads
+from lazymods.state import by_trial, tied_heads
+from lazymods.state import missing as missing_entries
 from lazymods.state.entries import Survey, home_trace, is_buffer, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread
 from lazymods.state.load_plan import LoadPlan, Write, make_plan
@@ -50,7 +51,11 @@ class LoadResult(_Lists):
         unexpected: Entries without a parameter.
         mismatched: Entries whose shape does not fit, left out by ``mismatched="skip"``.
         matched: What was loaded: for each name of the model the names, in the state dict or file, that it came from.
-        notes: What else is good to know, in sentences: which layers are in training mode.
+        ignored: Entries that the model has no parameter for and that were left out: known buffers, and what ``ignore``
+            names.
+        root: The part of the file that was loaded, of one that holds several; else ``""``.
+        notes: What else is to be said, in sentences.
+        way_back: What :func:`lazymods.export_torch` needs to undo the load.
     """
 
     def __new__(
@@ -60,14 +65,20 @@ class LoadResult(_Lists):
         mismatched: list[str],
         matched: Mapping[str, tuple[str, ...]] | None = None,
     ) -> LoadResult:
-        """Make a result; ``matched`` and ``notes`` are no part of the tuple."""
+        """Make a result; only the three lists are in the tuple."""
         self = super().__new__(cls, missing, unexpected, mismatched)
         self.matched = dict(matched or {})
+        self.ignored = []
+        self.root = ""
         self.notes = []
+        self.way_back = None
         return self
 
     matched: dict[str, tuple[str, ...]]
+    ignored: list[str]
+    root: str
     notes: list[str]
+    way_back: Any
 
     @property
     def missing_keys(self) -> list[str]:
@@ -80,12 +91,13 @@ class LoadResult(_Lists):
         return self.unexpected
 
     def __repr__(self) -> str:
-        """Say that all matched, or list what did not."""
-        notes = "; ".join(self.notes)
+        """Say that all matched, or list what did not, and what else there is to say."""
+        notes = "".join(f"; {note}" for note in self.notes)
         if not any(self):
-            return f"<All keys matched successfully{notes and f'; {notes}'}>"
-        told = f"LoadResult(missing={self.missing}, unexpected={self.unexpected}, mismatched={self.mismatched})"
-        return f"{told} <{notes}>" if notes else told
+            return f"<All keys matched successfully{notes}>"
+        lists = f"missing={self.missing}, unexpected={self.unexpected}, mismatched={self.mismatched}"
+        return f"LoadResult({lists}{notes})"
+
 
 
 class Origin(NamedTuple):
@@ -98,8 +110,12 @@ class Origin(NamedTuple):
         advance: Called with the number of bytes whenever some have been copied.
         is_flax_file: Whether it is a file that was taken for one of Flax's names and layouts.
         weak: The names whose values are of weak type, although they are arrays of numpy.
-        finish: Called with the result; what it raises undoes the load, as a warning does that is an error.
-        problems: What is wrong with them beside what does not fit.
+        warn: Called with the result; what it raises undoes the load, as a warning does that is an error.
+        ignored: Names of entries that need no parameter.
+        may_miss: Says of a name whether the model may have no entry for it.
+        why_missing: Returns, for names without an entry, what was got instead and the line to write, where it is known.
+        remarks: What an error says below its heading.
+        problems: What is wrong with the entries beside what does not fit.
     """
 
     name: str = "the state dict"
@@ -108,7 +124,11 @@ class Origin(NamedTuple):
     advance: Callable[[int], None] | None = None
     is_flax_file: bool = False
     weak: Collection[str] = frozenset()
-    finish: Callable[[LoadResult], None] | None = None
+    warn: Callable[[LoadResult], None] | None = None
+    ignored: Collection[str] = ()
+    may_miss: Callable[[str], bool] = lambda name: False
+    why_missing: Callable[[Sequence[str]], Mapping[str, tuple[str, str]]] = lambda names: {}
+    remarks: Sequence[str] = ()
     problems: Sequence[Problem] = ()
 
 
@@ -142,7 +162,7 @@ def load_entries(
     origin = origin or Origin()
     with lifecycle.LOCK:
         survey = survey or Survey(model)
-        given = dict(entries)
+        given = first_given = dict(entries)
         if survey.hooked:
             given = _run_pre_hooks(survey, given, strict)
             survey = Survey(model)  # a hook may do anything
@@ -157,8 +177,8 @@ def load_entries(
                 given = {n: _read(v) if n in survey.places else v for n, v in given.items()}
                 entries = decoded(given, survey.places)
                 plan = make_plan(survey, entries, skip=mismatched == "skip", dtype=dtype, fitted=fitted)
-            matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
-            result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
+            unexpected = [name for name in plan.unexpected if name not in origin.ignored]
+            result = LoadResult(plan.missing, unexpected, plan.mismatched, _matched(plan, origin, first_given))
             after = [n for _, n in survey.hooked if hooks_of(n, "load_state_dict_post")]
             _raise_problems(plan, result, origin, strict=strict and not after)
             snapshot = snapshot or Snapshot(model)
@@ -170,13 +190,27 @@ def load_entries(
             for node in reversed(after):  # children before parents
                 run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
-            if origin.finish is not None:
-                origin.finish(result)
+            if origin.warn is not None:
+                origin.warn(result)
         except BaseException:
             if snapshot is not None:
                 snapshot.restore()
             raise
     return result
+
+
+def _matched(plan: LoadPlan, origin: Origin, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Return where each value comes from; what a hook has made comes from no entry that is known."""
+    if not origin.sources:
+        return {name: (name,) for name in plan.writes}
+    by_value = {id(value): name for name, value in given.items()}
+    out = {}
+    for name in plan.writes:
+        value = plan.given.get(name)
+        same = name if given.get(name) is value else by_value.get(id(value), "")
+        is_made = same == "" and name in given and given[name] is not value
+        out[name] = () if is_made else origin.sources.get(same or name, ())
+    return out
 
 
 def _grow(plan: LoadPlan, fitted: Sequence[tuple[Any, AbstractModule]]) -> None:
@@ -223,11 +257,15 @@ def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[
 def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, strict: bool) -> None:
     problems = [*origin.problems, *plan.problems]
     if strict:
-        shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if result.missing else {}
-        for name in result.missing:
-            cause = missing.cause_of(plan.places, name, shapes)
-            got = f"no entry in {origin.name}" + (f": {cause[0]}" if cause else "")
-            line = cause[1] if cause else "an entry for it: lm.state_dict, or a checkpoint, of a model like this one"
+        missing = [name for name in result.missing if not origin.may_miss(name)]
+        known = origin.why_missing(missing)
+        usual = (
+            f"no entry in {origin.name}",
+            "an entry for it: lm.state_dict, or a checkpoint, of a model like this one",
+        )
+        shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if missing else {}
+        for name in missing:
+            got, line = known.get(name) or missing_entries.cause_of(plan.places, name, shapes) or usual
             problems.append(Problem(name, got, "an entry for each parameter of the model", line))
         for name in result.unexpected:
             got = f"{describe(plan.given[name])}, an entry" if name in plan.given else "an entry"
@@ -242,6 +280,7 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
     cause = cause_of(result.missing, result.unexpected)
     if cause is not None:
         heading += f"\n  cause:  {cause[0]}\n  write:  {cause[1]}"
+    heading += "".join(f"\n  note:   {remark}" for remark in origin.remarks)
     if plan.uninitialized:
         raise UninitializedError(*plan.uninitialized, *problems, heading=heading)
     if problems:

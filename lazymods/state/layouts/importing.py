@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -13,7 +14,10 @@ from lazymods._error_lists import shown_names
 from lazymods._errors import Problem
 from lazymods._graph import dotted
 from lazymods.state.entries import named_places
+from lazymods.state.files.stored import StoredTensor
+from lazymods.state.flow import StackedTensor
 from lazymods.state.layouts import doubts
+from lazymods.state.layouts.exporting import without_layers
 from lazymods.state.layouts.file import TorchFile
 from lazymods.state.layouts.site import Site, Sizes
 from lazymods.state.layouts.table import rule_for, sites, torch_names
@@ -27,11 +31,15 @@ class Imported(NamedTuple):
             claims under its own name, as the object given.
         sources: The file's names that each entry comes from; none for what the file lacks and Flax needs.
         problems: What the model cannot hold exactly, by the file's names.
+        claimed: The file's names that were taken by modules, also for nothing that Flax needs.
+        stacked: By the model's names of stacked entries, the axis of each stack and its length, the outermost first.
     """
 
     entries: dict[str, Any]
     sources: dict[str, tuple[str, ...]]
     problems: list[Problem]
+    claimed: set[str]
+    stacked: dict[str, tuple[tuple[int, int], ...]]
 
 
 def from_torch(
@@ -56,23 +64,67 @@ def from_torch(
     Raises:
         StateDictError: If two entries of the model have one name.
     """
-    file = TorchFile(tensors)
     found, problems = with_sizes(list(sites(model)), flatten)
-    file.problems.extend(problems)
+    out = _imported(found, tensors, set(named_places(model)))
+    out.problems.extend(problems)
     if originals is not None:
-        file.problems.extend(doubts.found(found, tensors, originals))
+        out.problems.extend(doubts.found(found, tensors, originals))
+    return out
+
+
+def _imported(found: list[Site], tensors: Mapping[str, Any], known: set[str]) -> Imported:
+    stacks: dict[tuple[int, int], dict[str, StackedTensor]] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, StackedTensor):
+            stacks.setdefault((tensor.axis, len(tensor.parts)), {})[name] = tensor
+    plain = {name: t for name, t in tensors.items() if not isinstance(t, StackedTensor)} if stacks else tensors
+    out = _imported_plain(found, plain, known)
+    for (axis, length), members in stacks.items():
+        layers = []
+        for i in range(length):
+            layer_sites = [dataclasses.replace(site, index=(*site.index, (axis, i))) for site in found]
+            layers.append(_imported(layer_sites, {name: t.parts[i] for name, t in members.items()}, known))
+        _add_stacked(out, layers, axis, members)
+    return out
+
+
+def _add_stacked(out: Imported, layers: list[Imported], axis: int, members: Mapping[str, StackedTensor]) -> None:
+    """Add what modules make of the layers of stacked tensors, stacked again."""
+    out.problems.extend(dict.fromkeys(problem for layer in layers for problem in layer.problems))
+    out.claimed.update(layers[0].claimed)
+    for name, value in layers[0].entries.items():
+        if name in out.entries:
+            out.problems.append(_second(name, layers[0].sources[name]))
+            continue
+        out.sources[name] = layers[0].sources[name]
+        out.stacked[name] = ((axis, len(layers)), *layers[0].stacked.get(name, ()))
+        if name in members and value is members[name].parts[0]:
+            out.entries[name] = members[name]
+        else:
+            out.entries[name] = StackedTensor([_as_tensor(name, layer.entries[name]) for layer in layers], axis)
+
+
+def _as_tensor(name: str, value: Any) -> StoredTensor:
+    if isinstance(value, StoredTensor):
+        return value
+    return StoredTensor(name, value.shape, value.dtype, Path(name), lambda: value)
+
+
+def _imported_plain(found: list[Site], tensors: Mapping[str, Any], known: set[str]) -> Imported:
+    file = TorchFile(tensors)
     for site in found:
         rule_for(type(site.node)).read(site, file)
-    known = set(named_places(model))
     for site in found:
         rule_for(type(site.node)).refuse_rest(site, file, known)
     _read_others(found, file, known)
+    claimed = set(tensors)
     for name in file.unclaimed():
+        claimed.discard(name)
         if name in file.entries:
             file.problems.append(_second(name, file.sources[name]))
         else:
             file.entries[name], file.sources[name] = tensors[name], (name,)
-    return Imported(file.entries, file.sources, file.problems)
+    return Imported(file.entries, file.sources, file.problems, claimed, {})
 
 
 def _read_others(found: list[Site], file: TorchFile, known: set[str]) -> None:
@@ -118,11 +170,3 @@ _FLATTENS = (
     "the name of a Linear, LinearGeneral, BatchNorm, LayerNorm or RMSNorm of the model",
     'flatten={"fc": (height, width, channels)}',
 )
-
-
-def without_layers(name: str, sequential: Sequence[str]) -> str:
-    """Return a name as PyTorch has it: the modules of an ``nn.Sequential`` are its own attributes, ``0``, ``1``, ..."""
-    for prefix in sorted(sequential, key=len, reverse=True):  # inner ones first: the names of outer ones stay
-        if name.startswith(f"{prefix}layers."):
-            name = prefix + name.removeprefix(f"{prefix}layers.")
-    return name

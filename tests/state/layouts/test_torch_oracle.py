@@ -14,7 +14,8 @@ from torch_cases import CASES, Case, Net
 from torch_files import imported, load, stored
 
 import lazymods as lm
-from lazymods.state.layouts import export_torch, from_torch
+from lazymods.state.exporting import export_torch
+from lazymods.state.layouts import from_torch
 
 torch = pytest.importorskip("torch", reason="PyTorch is the oracle here; test_closed_forms.py needs none")
 
