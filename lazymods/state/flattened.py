@@ -126,9 +126,9 @@ def _flattened_sizes(value: Any, producers: Producers) -> tuple[int, ...] | None
     for made, name, operands, _ in _back(value, producers, lambda made, operand: np.shape(operand) == np.shape(made)):
         if name == "reshape":
             shape, width = np.shape(operands[0]), np.shape(made)[-1:]
-            first = next((i for i in reversed(range(len(shape))) if (math.prod(shape[i:]),) == width), None)
-            merged = () if first is None else shape[first:]
-            if len([n for n in merged if n > 1]) > 1 and merged[-1] > 1 and _is_map(operands[0], producers):
+            first = next((i for i in reversed(range(len(shape))) if (math.prod(shape[i:]),) == width), len(shape))
+            merged = shape[first:]
+            if merged and 1 < merged[-1] < math.prod(merged) and _is_map(operands[0], producers):
                 return merged
     return None
 

@@ -37,7 +37,9 @@ def cause_of(places: Mapping[str, Place], name: str, loaded: Shapes) -> tuple[st
     embedding = tied_to(places, name, loaded)
     if embedding is not None:
         got = f"no output layer in the file, whose embedding ({embedding}) fits it: they are tied there"
-        return got, f"{embedding.rpartition('.')[0]}.attend(x) in its place, or one entry of the file for both"
+        module, head = embedding.rpartition(".")[0], name.rpartition(".")[0]
+        copied = f'rename=[lm.rules.Copy(r"{module}[.]weight$", into="{head}.weight")] for both'
+        return got, f"{module}.attend(x) in its place, or {copied}"
     return None
 
 

@@ -11,6 +11,7 @@ from lazymods.state import names
 from lazymods.state.entries import Survey
 from lazymods.state.files.stored import Checkpoint
 from lazymods.state.flow import Entry, Flow, Rename, transformed
+from lazymods.state.lineage import origins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +81,7 @@ def _laid(
         return Prepared(entries, {n: e.sources for n, e in final.items()}, laid, final, flow)
     from lazymods.state.layouts import from_torch
 
-    originals = {n: flow.originals[e.sources[0]].tensor for n, e in final.items() if len(e.sources) == 1}
-    imported = from_torch(survey.model, entries, flatten, originals)
+    imported = from_torch(survey.model, entries, flatten, origins(flow, final))
     _refuse(survey, file, imported.problems)
     laid = {name: imported.sources.get(name, (name,)) for name in imported.entries}
     sources = {n: tuple(dict.fromkeys(s for name in found for s in final[name].sources)) for n, found in laid.items()}

@@ -46,7 +46,7 @@ def from_torch(
     model: Any,
     tensors: Mapping[str, Any],
     flatten: Mapping[str, Sequence[int]] | None,
-    originals: Mapping[str, Any] | None = None,
+    origins: Mapping[str, doubts.Origin] | None = None,
 ) -> Imported:
     """Give the tensors of a PyTorch file the names and layouts of a model.
 
@@ -55,8 +55,7 @@ def from_torch(
         tensors: :class:`~lazymods.state.files.stored.StoredTensor` by name; what is something else stays as it is.
         flatten: By a layer's name, the sizes ``(*spatial, channels)`` of what is flattened before it, for a layer that
             PyTorch flattens channels first and the model channels last.
-        originals: What the file has for each of ``tensors``, before any rule of the user's changed it; None: nothing
-            is known of the file, and nothing is in doubt.
+        origins: Where each of ``tensors`` came from; None: that is not known, and nothing is in doubt.
 
     Returns:
         The entries, where they come from, and what cannot be held exactly.
@@ -67,8 +66,8 @@ def from_torch(
     found, problems = with_sizes(list(sites(model)), flatten)
     out = _imported(found, tensors, set(named_places(model)))
     out.problems.extend(problems)
-    if originals is not None:
-        out.problems.extend(doubts.found(found, tensors, originals))
+    if origins is not None:
+        out.problems.extend(doubts.found(found, tensors, origins))
     return out
 
 
