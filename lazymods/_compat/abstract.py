@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.core import EvalTrace, shaped_abstractify
-from jax.core import ShapedArray, Trace, Tracer
+from jax.core import ShapedArray, Trace, Tracer, eval_jaxpr
 from jax.extend.core import Primitive, set_current_trace
 from jax.extend.linear_util import WrappedFun
 
@@ -140,7 +140,7 @@ class _Recorder(_AbstractTrace):
 
 
 class _Historian(_AbstractTrace):
-    """One that keeps which operation made what."""
+    """One that keeps which operation made what, also inside of functions that are jitted."""
 
     __slots__ = ("producers", "values")
 
@@ -148,6 +148,13 @@ class _Historian(_AbstractTrace):
         super().__init__()
         self.producers = producers
         self.values: list[Any] = []  # so that their ids stay theirs
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
+        program = params.get("jaxpr") if primitive.name in ("jit", "pjit") else None
+        if program is None:
+            return super().process_primitive(primitive, tracers, params)
+        with set_current_trace(self):
+            return eval_jaxpr(program.jaxpr, program.consts, *tracers)
 
     def note(self, primitive: Any, tracers: Any, params: dict[str, Any], made: list[Any], effects: Any) -> None:
         self.values += made

@@ -7,6 +7,7 @@ bfloat16 would compute in float32. With the new ones it is the model that was ma
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -15,28 +16,34 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _graph
-from lazymods._graph import STATE
 from lazymods._layer.merging import put
 
 _LAYERS = "flax.nnx.nn."
 
 
-def follow(nodes: list[Any]) -> None:
-    """Let layers note the dtype that all of their parameters have.
+def follow(nodes: Iterable[Any]) -> list[tuple[Any, str, Any]]:
+    """Let layers note the dtype that all of their parameters have, or will have.
 
     Args:
-        nodes: nnx objects, of which those that are lazy or no layer of Flax's stay as they are.
+        nodes: nnx objects, of which those that are no layer of Flax's stay as they are.
+
+    Returns:
+        What was noted before: layer, attribute and value.
     """
+    before = []
     for node in nodes:
-        noted = None if STATE in vars(node) else vars(node).get("param_dtype")
+        noted = vars(node).get("param_dtype")
         if noted is None or not any(cls.__module__.startswith(_LAYERS) for cls in type(node).__mro__):
             continue
         dtype = _common_dtype(node)
         if dtype is None or dtype == np.dtype(noted):
             continue
         if isinstance(node, nnx.Embed) and isinstance(node.dtype, np.dtype) and node.dtype == np.dtype(noted):
+            before.append((node, "dtype", node.dtype))
             put(node, ("dtype",), dtype)  # the array's, which nnx.Embed takes if it is given none
+        before.append((node, "param_dtype", noted))
         put(node, ("param_dtype",), getattr(jnp, dtype.name, dtype))  # as people write it, and Flax's defaults do
+    return before
 
 
 def _common_dtype(node: Any) -> Any:

@@ -104,6 +104,8 @@ def _materialize(start: Callable[[], AbstractCall], device: Any, dtype: Any, ini
         place = contextlib.nullcontext() if where is None else jax.default_device(where)
         try:
             changed = _set_dtype(session.everything, dtype)
+            noted = _follow(session.everything, dtype)
+            session = start() if noted else session  # which copies attributes as they were when it was made
             session.run()
             empty = {e.path for e in _graph.entries(session.everything) if _graph.is_placeholder(e.value)}
             with place:
@@ -112,15 +114,17 @@ def _materialize(start: Callable[[], AbstractCall], device: Any, dtype: Any, ini
                 report = report_of(session.model, session, drawing)
                 while _finish(session, drawing) and _graph.lazy_nodes(session.everything):
                     changed += _set_dtype(session.everything, dtype)  # of layers that initialize_parameters made
+                    noted += _follow(session.everything, dtype)
                     session = start().run()
                     _note_draws(session)
                     drawing = _plan(session)
             for variable, pending in changed:
                 if _graph.is_placeholder(variable):  # not reached: as before
                     variable.set_raw_value(pending)
+            for layer, name, value in noted:
+                if _graph.has_uninitialized_params(layer):
+                    put(layer, (name,), value)
             _cast(session.everything, empty, dtype)
-            if dtype is not None:
-                param_dtypes.follow([node for _, layer in session.lazy for _, node in _graph.nodes(layer)])
             if where is not None:
                 _move(session.everything, empty, device)
         except BaseException:
@@ -221,6 +225,12 @@ def _cast(model: Any, paths: set[Path], dtype: Any) -> None:
         raw = value.get_raw_value()
         if jnp.issubdtype(raw.dtype, jnp.floating) and raw.dtype != dtype:
             value.set_raw_value(raw.astype(dtype))
+
+
+def _follow(model: Any, dtype: Any) -> list[tuple[Any, str, Any]]:
+    """Let lazy layers compute in the dtype that their parameters get; return what they noted before."""
+    lazy = [layer for _, layer in _graph.lazy_nodes(model)] if dtype is not None else []
+    return param_dtypes.follow(node for layer in lazy for _, node in _graph.nodes(layer))
 
 
 def _set_dtype(model: Any, dtype: Any) -> list[tuple[UninitializedVariable, PendingInit]]:

@@ -29,9 +29,12 @@ _MAX_BYTES = 10_000_000
 
 _HEADS = re.compile(r"(?!.*(kv|key|value)).*(^|_)heads?")
 _KV_HEADS = re.compile(r"num_key_value_heads|num_kv_heads")
+_WIDTHS = re.compile(r"(.*_)?head_dim|d_kv")
+_FEATURES = ("hidden_size", "n_embd", "d_model")
 _OURS = {
     "heads": ("num_heads", "num_attention_heads", "n_heads", "n_head"),
     "kv": ("num_kv_heads", "num_key_value_heads", "n_kv_heads"),
+    "width": ("head_dim",),
 }
 _EPSILONS = ("epsilon", "eps", "variance_epsilon")
 _RMS = ("rms_norm_eps", "rms_norm_epsilon")
@@ -61,20 +64,27 @@ class Config:
     @property
     def ties(self) -> bool:
         """Whether it says that the output layer is the embedding."""
-        return any(part.get("tie_word_embeddings") is True for part in self.parts[:1])
+        return self.values.get("tie_word_embeddings") is True
 
     def find(self, keys: Collection[str]) -> list[tuple[str, Any]]:
         """Return what its parts say by any of some keys, each with its key."""
         return [(key, part[key]) for part in self.parts for key in keys if part.get(key) is not None]
 
     def numbers(self, kind: str) -> dict[int, str]:
-        """Return the numbers of heads that it has, of keys and values if so asked, each with its key."""
-        pattern = _KV_HEADS if kind == "kv" else _HEADS
+        """Return the numbers that it has of heads, of heads of keys and values, or of features of one, with their keys.
+
+        Args:
+            kind: ``"heads"``, ``"kv"`` or ``"width"``.
+        """
+        pattern = {"heads": _HEADS, "kv": _KV_HEADS, "width": _WIDTHS}[kind]
         out: dict[int, str] = {}
         for part in self.parts if "multi_query" not in self.values else ():  # by which Falcon's numbers are others
             for key, value in part.items():
                 if pattern.fullmatch(key):
                     out |= {n: key for n in (value if isinstance(value, list) else [value]) if type(n) is int}
+        if kind == "width" and not out and (heads := self.numbers("heads")):
+            for key, features in self.find(_FEATURES):
+                out |= {features // n: f"{key} by {name}" for n, name in heads.items() if n and type(features) is int}
         return out
 
 
