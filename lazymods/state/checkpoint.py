@@ -29,7 +29,7 @@ from lazymods.state.parts import may_fit, part_of
 from lazymods.state.prepared import Prepared, prepare, why_missing
 from lazymods.state.progress import progress_bar
 from lazymods.state.sources import read_source
-from lazymods.state.way_back import WayBack, forget_values
+from lazymods.state.way_back import WayBack, forget_values, same_entries
 
 LAYOUTS = ("flax", "torch")
 
@@ -249,22 +249,24 @@ def _way_back(
     flatten: Mapping[str, Sequence[int]] | None,
     prepared: Prepared,
     result: LoadResult,
-    left: Collection[str],
+    left: Mapping[str, str | None],
 ) -> WayBack:
     """Note what the way back needs."""
     flow, final = prepared.flow, prepared.final
     loaded = {name for model_name in result.matched for name in prepared.laid.get(model_name, ())}
-    constant = {name for name in (*prepared.swallowed, *left) if name in final and name not in loaded}
+    buffers = [name for name, what in left.items() if what is not None]
     file_name = {id(entry): name for name, entry in flow.originals.items()}
     kept = {}
-    for name in constant:
+    for name in {*prepared.swallowed, *buffers} & final.keys() - loaded:
         entry = final[name]
         if id(entry) in file_name and isinstance(entry.tensor, StoredTensor):
             values = np.asarray(entry.tensor.read())
             kept[file_name[id(entry)]] = np.array(values) if file.in_memory else values
     used = {source for name in loaded for source in final[name].sources}
     tied: dict[str, str] = {}
-    for group in (*([kept_name, alias] for alias, kept_name in file.aliases.items()), *file.ties):
+    dropped = [d.entry for d in flow.dropped] + [final[name] for name, what in left.items() if what is None]
+    doubles = same_entries([e for e in dropped if id(e) in file_name], [flow.originals[name] for name in used])
+    for group in (*([kept_name, alias] for alias, kept_name in file.aliases.items()), *file.ties, *doubles):
         found = [name for name in group if name in used]
         tied |= {name: found[0] for name in group if found and name not in used}
     forget_values(flow)

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -246,7 +245,7 @@ def remembered(tensor: Any, *, values: bool) -> Any:
     if not isinstance(tensor, StoredTensor):
         return None
     read = functools.partial(np.asarray, tensor.read()) if values else _values_are_gone
-    return StoredTensor(tensor.name, tensor.shape, tensor.dtype, Path(tensor.file), read)
+    return StoredTensor(tensor.name, tensor.shape, tensor.dtype, tensor.file, read)
 
 
 def _values_are_gone() -> Array:

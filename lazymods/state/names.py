@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
@@ -25,9 +25,12 @@ _LEAVES = {"running_mean": "mean", "running_var": "var"}  # as PyTorch says; a n
 _NORM_LEAVES = {"gamma": "weight", "beta": "bias"}  # as TensorFlow and older files of transformers say
 _NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm)
 _LAYER = re.compile(r"((?:weight|bias)_(?:ih|hh|hr))_l(\d+)(_reverse)?")
-_LORA = re.compile(r"\.(lora_[AB])\.[^.]+\.weight$")
+_LORA = re.compile(r"(^|\.)(lora_[AB])\.[^.]+\.weight$")  # with the name of one of several adapters
+_BASE = "base_layer."  # what PEFT wraps
 _MAX_PREFIX = 4  # parts
-_SOFT = 3  # parts of a name beyond its module, as in attn.out_proj.weight
+_MAX_SAMPLE = 200  # names that are looked at for a prefix
+_BELOW = ("parametrizations", "lora_A", "lora_B", "base_layer")  # what stands below a module and is none in Flax
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "in_proj_weight", "in_proj_bias", "q_proj_weight")
 
 
 def matched(survey: Survey, tensors: Mapping[str, Any], *, leaves: bool) -> dict[str, str]:
@@ -66,19 +69,27 @@ class _Matcher:
     def matched(self, tensors: Mapping[str, Any]) -> dict[str, str]:
         """Return the file's name for each new name."""
         wrapper = self._wrapper(tensors)
-        bare = {name: name.removeprefix(wrapper) for name in tensors}
-        off, on = self._prefix(bare.values())
+        bare = {name: self._bare(name.removeprefix(wrapper)) for name in tensors}
+        off, on = self._prefix(list(bare.values()))
         out: dict[str, str] = {}
         for name, tensor in tensors.items():
             new = bare[name]
-            if not self._is_known(new):
-                if off or on:
-                    new = on + new.removeprefix(off) if new.startswith(off) and not self._fits(new) else new
-                new = new if self._is_known(new) else self._match(new, tensor)
+            if new.startswith(off) and (off or on) and not self._fits(new):
+                new = self._bare(on + new.removeprefix(off))
+            new = new if self._is_known(new) else self._match(new, tensor)
             if new in out or (new != name and new in tensors):
                 new = name
             out[new] = name
         return out
+
+    def _bare(self, name: str) -> str:
+        """Return a name with dots, without wrappers and collections that the model has no child of."""
+        if self._is_known(name):
+            return name
+        parts = re.split(r"[./]", name)
+        while len(parts) > 1 and parts[0] in PREFIXES and parts[0] not in self.nodes:
+            parts = parts[1:]
+        return ".".join(parts)
 
     def _is_known(self, name: str) -> bool:
         return name in self.known or base_name(name) in self.known
@@ -104,29 +115,23 @@ class _Matcher:
 
     def _fits(self, name: str) -> bool:
         """Whether a name leads to a module that it may be a parameter of."""
-        name = ".".join(self._parts(name))
         if self._is_known(name):
             return True
+        parts = name.split(".")
         depth = self._depth(name)
-        rest = name.count(".") + 1 - depth
-        if rest > 1:
-            return depth > 0 and rest <= _SOFT and self._owns(name, depth)
-        return (self.module(name.rpartition(".")[0]) if depth else "") in self.holders
-
-    def _owns(self, name: str, depth: int) -> bool:
-        """Whether the module that a name leads to has parameters that are a few parts below it."""
-        module = self.module(".".join(name.split(".")[:depth]))
-        node = self.nodes.get(module or "")
-        return isinstance(node, (nnx.MultiHeadAttention, nnx.RNN, nnx.Bidirectional, nnx.WeightNorm, nnx.LoRA)) or (
-            module in self.holders
-        )
-
-    def _parts(self, name: str) -> list[str]:
-        """Return the parts of a name, without wrappers and collections that the model has no child of."""
-        parts = re.split(r"[./]", name)
-        while len(parts) > 1 and parts[0] in PREFIXES and parts[0] not in self.nodes:
-            parts = parts[1:]
-        return parts
+        module = self.module(".".join(parts[:depth]))
+        if module is None:
+            return False
+        rest = parts[depth:]
+        if self.leaves:
+            prefix = f"{module}." if module else ""
+            return len(rest) == 1 and any(prefix + leaf in self.known for leaf in _flax_words(rest[0]))
+        node = self.nodes[module]
+        if isinstance(node, nnx.MultiHeadAttention):
+            return rest[0] in _PROJECTIONS
+        if _LAYER.fullmatch(rest[0]):
+            return isinstance(node, (nnx.RNN, nnx.Bidirectional)) or module in self.stacks
+        return module in self.holders and (len(rest) == 1 or rest[0] in _BELOW)
 
     # ------------------------------------------------------------ prefixes
 
@@ -150,33 +155,32 @@ class _Matcher:
                 best = tried
         return best
 
-    def _prefix(self, names: Iterable[str]) -> tuple[str, str]:
-        """Return the prefix to take off the names that have it, and the one to put on: by which the most names fit.
+    def _prefix(self, names: Sequence[str]) -> tuple[str, str]:
+        """Return the prefix to take off the names that have it, or the one to put on: by which the most names fit.
 
-        One of the two is empty, and both are if names fit as well without, or if two prefixes would do.
+        Both are empty if all names fit as they are, or if two prefixes would do. One is never put in another's place:
+        an encoder's weights are no decoder's.
         """
-        names = [name for name in names if not self._is_known(name)]
-        fitting = {name for name in names if self._fits(name)}
-        lost = [name for name in names if name not in fitting]
+        lost = [name for name in names if not self._fits(name)]
         if not lost:
             return "", ""
-        offs = {".".join(parts[:i]) + "." for parts in map(self._parts, lost) for i in range(1, _limit(parts))}
-        ons = {f"{path}." for path in self.nodes if path and path.count(".") < 2}
-        counts: dict[tuple[str, str], int] = {}
-        for off in offs:
-            with_it = [name for name in names if name.startswith(off)]
-            gained = sum(self._fits(name.removeprefix(off)) for name in with_it if name not in fitting)
-            counts[off, ""] = gained
-        for on in ons:
-            counts["", on] = sum(self._fits(on + name) for name in lost)
-        most = max(counts.values(), default=0)
-        best = [prefix for prefix, count in counts.items() if count == most]
+        sample = lost[:: -(-len(lost) // _MAX_SAMPLE)]
+        taken = set(names)
+        offs = {".".join(parts[:i]) + "." for name in sample for parts in [name.split(".")] for i in _range(parts)}
+        ons = [path for path in self.nodes if path and path.count(".") < 2 and not re.search(r"\d", path)]
+        readings: dict[frozenset[tuple[str, str]], tuple[str, str]] = {}
+        for off, on in (*((off, "") for off in sorted(offs)), *(("", f"{path}.") for path in ons)):
+            found = {name: self._bare(on + name.removeprefix(off)) for name in sample if name.startswith(off)}
+            fitting = {(name, new) for name, new in found.items() if new not in taken and self._fits(new)}
+            readings.setdefault(frozenset(fitting), (off, on))
+        most = max(map(len, readings), default=0)
+        best = [prefixes for reading, prefixes in readings.items() if len(reading) == most]
         return best[0] if most and len(best) == 1 else ("", "")
 
     # ------------------------------------------------------------ names
 
     def _match(self, name: str, tensor: Any) -> str:
-        parts = self._parts(name)
+        parts = name.split(".")
         for i in range(len(parts) - 1, -1, -1):  # the longest module first
             module = self.module(".".join(parts[:i]))
             if module is not None:
@@ -192,7 +196,10 @@ class _Matcher:
             return f"{self.stacks[module][int(layer[2])]}.{layer[1]}_l0{layer[3] or ''}"
         if leaf in _NORM_LEAVES and isinstance(self.nodes[module], _NORMS):
             return prefix + _NORM_LEAVES[leaf]
-        return _LORA.sub(r".\1.weight", f".{prefix}{leaf}")[1:]
+        node = self.nodes[module]
+        if leaf.startswith(_BASE) and isinstance(node, (nnx.LoRA, nnx.LoRALinear)):
+            leaf = ("base_module." if isinstance(node, nnx.LoRA) else "") + leaf.removeprefix(_BASE)
+        return prefix + _LORA.sub(r"\1\2.weight", leaf)
 
     def _flax_leaf(self, prefix: str, leaf: str, tensor: Any) -> str:
         if prefix + leaf in self.known:
@@ -204,8 +211,13 @@ class _Matcher:
         return other if prefix + other in self.known else leaf
 
 
-def _limit(parts: Collection[str]) -> int:
-    return min(len(parts), _MAX_PREFIX + 1)
+def _flax_words(leaf: str) -> tuple[str, ...]:
+    """Return what Flax may call what another library calls so."""
+    return (leaf, "scale") if leaf == "weight" else (leaf, _LEAVES.get(leaf, leaf))
+
+
+def _range(parts: Sequence[str]) -> range:
+    return range(1, min(len(parts), _MAX_PREFIX + 1))
 
 
 def _recurrent_stacks(nodes: Iterable[tuple[Path, Any]]) -> dict[str, list[str]]:
@@ -213,7 +225,7 @@ def _recurrent_stacks(nodes: Iterable[tuple[Path, Any]]) -> dict[str, list[str]]
     below: dict[Path, list[str]] = {}
     sequential = {path for path, node in nodes if isinstance(node, nnx.Sequential)}
     for path, node in nodes:
-        if path and isinstance(path[-1], int) and isinstance(node, (nnx.RNN, nnx.Bidirectional)):
+        if path and str(path[-1]).isdecimal() and isinstance(node, (nnx.RNN, nnx.Bidirectional)):
             owner = path[:-1]
             if owner and owner[-1] == "layers" and owner[:-1] in sequential:
                 owner = owner[:-1]

@@ -81,7 +81,7 @@ def _laid(
         return Prepared(entries, {n: e.sources for n, e in final.items()}, laid, final, flow)
     from lazymods.state.layouts import from_torch
 
-    imported = from_torch(survey.model, entries, flatten, origins(flow, final))
+    imported = from_torch(survey.model, entries, flatten, survey.places, origins(flow, final))
     _refuse(survey, file, imported.problems)
     laid = {name: imported.sources.get(name, (name,)) for name in imported.entries}
     sources = {n: tuple(dict.fromkeys(s for name in found for s in final[name].sources)) for n, found in laid.items()}

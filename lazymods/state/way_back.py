@@ -22,8 +22,9 @@ from lazymods.state.layouts.exporting import written
 from lazymods.state.layouts.importing import with_sizes
 from lazymods.state.layouts.site import Refusal
 from lazymods.state.layouts.table import sites
-from lazymods.state.values import as_array, cast_problem
+from lazymods.state.values import as_array, cast_problem, same_values
 
+_WITHOUT = "lm.export_torch(model) without like"
 _NORMED = re.compile(r"(?:(.*\.)?parametrizations\.(\w+)\.original1|(.*\.)?(\w+)_v)")
 
 
@@ -62,6 +63,26 @@ def forget_values(flow: Flow) -> None:
         entry.tensor = remembered(entry.tensor, values=id(entry) in kept)
 
 
+def same_entries(left_out: Sequence[Entry], used: Sequence[Entry]) -> list[list[str]]:
+    """Return the names of entries that were left out, each with that of a used one of the same bits: a tied head."""
+    pairs = []
+    for entry in left_out:
+        tensor = entry.tensor
+        if not isinstance(tensor, StoredTensor) or len(tensor.shape) < 2:
+            continue
+        for other in used:
+            twin = other.tensor
+            is_alike = isinstance(twin, StoredTensor) and (twin.shape, twin.dtype) == (tensor.shape, tensor.dtype)
+            if is_alike and _starts_as(tensor, twin) and same_values(tensor.read(), twin.read()):
+                pairs.append([entry.sources[0], other.sources[0]])
+                break
+    return pairs
+
+
+def _starts_as(one: StoredTensor, other: StoredTensor) -> bool:
+    return same_values(one.read()[:1], other.read()[:1])
+
+
 # ---------------------------------------------------------------- back
 
 
@@ -77,15 +98,24 @@ def as_loaded(
         made, counters = _laid(model, way, flatten, problems)
     else:
         made, counters = _plain(model), set()
-    values: dict[int, Any] = {}
-    others: dict[str, Array] = {}
+    values = {id(way.final[name]): value for name, value in made.items() if name in way.final}
+    lost = [name for name in way.loaded if id(way.final[name]) not in values]
+    out = _originals(way, _undo(way, values, problems), problems)
+    for name in lost if not problems else ():
+        got = "an entry of the file that the model's parameters were computed from"
+        needed = "a parameter that the file has as it is: from these parts there is no way back"
+        problems.append(Problem(name, got, needed, _WITHOUT))
     for name, value in made.items():
-        entry = way.final.get(name)
-        if entry is not None:
-            values[id(entry)] = value
-        elif name not in counters and not _is_zero_bias(name, value, way):
-            others[name] = _whole(value)
-    undone = _undo(way, values, problems)
+        if name in way.final or name in counters or _is_zero_bias(name, value, way):
+            continue
+        if name in out:
+            problems.append(Problem(name, "two entries of that name", "one", _WITHOUT))
+        out[name] = _whole(value)
+    return out
+
+
+def _originals(way: WayBack, undone: Mapping[int, Any], problems: list[Problem]) -> dict[str, Array]:
+    """Return the file's entries, in its order: those of the model, what was kept, and what is tied to these."""
     out: dict[str, Array] = {}
     for name, entry in way.originals.items():
         value = undone.get(id(entry))
@@ -93,19 +123,8 @@ def as_loaded(
             out[name] = way.kept[name]
         elif value is not None and isinstance(entry.tensor, StoredTensor):
             out[name] = _as_in_file(name, _whole(value), entry.tensor, problems)
-    for name, other in way.tied.items():
-        if name not in out and other in out:
-            out[name] = out[other]
-    lost = [name for name in way.loaded if id(way.final[name]) not in values]
-    for name in lost if not problems else ():
-        got = "an entry of the file that the model's parameters were computed from"
-        needed = "a parameter that the file has as it is: from these parts there is no way back"
-        problems.append(Problem(name, got, needed, "lm.export_torch(model) without like"))
-    for name, value in others.items():
-        if name in out:
-            problems.append(Problem(name, "two entries of that name", "one", "lm.export_torch(model) without like"))
-        out[name] = value
-    return {name: out[name] for name in (*(n for n in way.originals if n in out), *others)}
+    out |= {name: out[other] for name, other in way.tied.items() if name not in out and other in out}
+    return {name: out[name] for name in way.originals if name in out}
 
 
 def _plain(model: Any) -> dict[str, Array]:
@@ -163,8 +182,7 @@ def _undo(way: WayBack, values: dict[int, Any], problems: list[Problem]) -> dict
             before = rule.backward(given, [entry.tensor for entry in inputs])
         except Unfit as unfit:
             where = " and ".join(dict.fromkeys(entry.name for entry in outputs))
-            line = "lm.export_torch(model) without like"
-            problems.append(Problem(where, unfit.got, f"{unfit.needed}: {rule!r} has no way back else", line))
+            problems.append(Problem(where, unfit.got, f"{unfit.needed}: {rule!r} has no way back else", _WITHOUT))
             continue
         for entry, value in zip(inputs, before, strict=True):
             values[id(entry)] = value
@@ -183,7 +201,7 @@ def _as_in_file(name: str, value: Array, like: StoredTensor, problems: list[Prob
     reason = cast_problem(value, like.dtype)
     if reason is not None:
         got = f"{value.dtype}{list(value.shape)}, and {like.dtype} in the file"
-        problems.append(Problem(name, got, reason, "lm.export_torch(model) without like"))
+        problems.append(Problem(name, got, reason, _WITHOUT))
         return value
     with np.errstate(all="ignore"):
         return value.astype(like.dtype)

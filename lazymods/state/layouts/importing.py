@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,7 @@ def from_torch(
     model: Any,
     tensors: Mapping[str, Any],
     flatten: Mapping[str, Sequence[int]] | None,
+    known: Collection[str] | None = None,
     origins: Mapping[str, doubts.Origin] | None = None,
 ) -> Imported:
     """Give the tensors of a PyTorch file the names and layouts of a model.
@@ -55,6 +56,7 @@ def from_torch(
         tensors: :class:`~lazymods.state.files.stored.StoredTensor` by name; what is something else stays as it is.
         flatten: By a layer's name, the sizes ``(*spatial, channels)`` of what is flattened before it, for a layer that
             PyTorch flattens channels first and the model channels last.
+        known: The names of the model's entries, if they are known already.
         origins: Where each of ``tensors`` came from; None: that is not known, and nothing is in doubt.
 
     Returns:
@@ -64,7 +66,7 @@ def from_torch(
         StateDictError: If two entries of the model have one name.
     """
     found, problems = with_sizes(list(sites(model)), flatten)
-    out = _imported(found, tensors, set(named_places(model)))
+    out = _imported(found, tensors, set(named_places(model) if known is None else known))
     out.problems.extend(problems)
     if origins is not None:
         out.problems.extend(doubts.found(found, tensors, origins))

@@ -106,7 +106,9 @@ class Site:
 
     def _of_layer(self, shape: tuple[int | None, ...] | None) -> tuple[int | None, ...] | None:
         """Return a shape without the axes of stacked layers."""
-        for axis, _ in self.index if shape is not None else ():
+        if shape is None:
+            return None
+        for axis, _ in self.index:
             shape = tuple(n for i, n in enumerate(shape) if i != axis % len(shape))
         return shape
 
