@@ -133,8 +133,7 @@ class AbstractCall:
         run: Callable[..., Any] | None = None,
         look: Callable[[Path, Sequence[Any], Producers], None] | None = None,
     ) -> None:
-        self.model = model
-        self._look = look
+        self.model, self._look = model, look
         self._producers: Producers = {}
         self._call_copy = run
         self.inputs = first_call.as_specs((args, kwargs))
@@ -166,6 +165,7 @@ class AbstractCall:
         """
         while True:
             self.visits, self.calls, self._stack = {}, {}, []
+            self._producers.clear()
             known = len(self._early)
             try:
                 with self._active():
@@ -206,9 +206,8 @@ class AbstractCall:
             self.finished = copies.of(self.model)
             return _arrays_only(output)
 
-        self._producers.clear()
-        noted = None if self._look is None else self._producers
-        self.output = _compat.abstract.call_abstractly(traced, self._arguments.arrays, noted)
+        producers = None if self._look is None else self._producers
+        self.output = _compat.abstract.call_abstractly(traced, self._arguments.arrays, producers)
 
     def twin(self, node: Any) -> Any:
         """Return the copy of an nnx object in the last run."""

@@ -14,7 +14,7 @@ from flax import nnx
 
 from lazymods import _graph
 from lazymods._layer.placeholder import fits
-from lazymods.state.entries import Place
+from lazymods.state.entries import Place, leaf_of, raw_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -59,7 +59,11 @@ def tied_to(places: Mapping[str, Place], name: str, loaded: Shapes) -> str | Non
 
 def known_shape(place: Place) -> tuple[int | None, ...] | None:
     """Return what is known of the shape of what is at a place now."""
-    value = place.owner if place.is_variable else place.value
-    if _graph.is_placeholder(value):
-        return value.pending.shape
-    return tuple(np.shape(place._replace(lazy=False).value))
+    if _graph.is_placeholder(place.owner):
+        return place.owner.pending.shape
+    return tuple(np.shape(value_now(place)))
+
+
+def value_now(place: Place) -> Any:
+    """Return what is at a place now, which may have been a placeholder when the place was found."""
+    return leaf_of(raw_of(place.owner) if place.is_variable else place.owner, place.leaf)

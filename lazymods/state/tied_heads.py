@@ -15,7 +15,7 @@ from flax import nnx
 
 from lazymods.state.entries import Place
 from lazymods.state.files.stored import StoredTensor
-from lazymods.state.missing import cause_of, known_shape, tied_to
+from lazymods.state.missing import cause_of, known_shape, tied_to, value_now
 from lazymods.state.values import same_values
 
 
@@ -64,7 +64,7 @@ def remarks(
         cause = cause_of(places, name, loaded)  # type: ignore[arg-type]
         if cause is not None:
             out.append(f"{name} is left as it is: {cause[0]}; write {cause[1]}")
-    held = {n: p._replace(lazy=False).value for n, p in places.items() if n in loaded and is_embedding(p)}
+    held = {n: value_now(p) for n, p in places.items() if n in loaded and is_embedding(p)}
     for name in unexpected:
         embedding = untied(left.get(name), held)
         if embedding is not None:

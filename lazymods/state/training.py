@@ -42,7 +42,7 @@ def load_entries(
     snapshot.keep(p.value for p in named_places(state).values() if is_buffer(p.value))
     try:
         rest = {name: value for name, value in entries.items() if not name.startswith(tuple(lazy))}
-        quiet = origin and origin._replace(finish=None)
+        quiet = origin and origin._replace(warn=None)
         load.load_entries(state, rest, strict=False, mismatched=mismatched, dtype=dtype, origin=quiet)
         for prefix, optimizer in lazy.items():
             own = {n.removeprefix(prefix): v for n, v in entries.items() if n.startswith(prefix)}
