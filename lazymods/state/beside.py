@@ -10,7 +10,7 @@ from lazymods.state import config_file, modes, tied_heads
 from lazymods.state.entries import Survey
 from lazymods.state.files.stored import Checkpoint
 from lazymods.state.load import LoadResult
-from lazymods.state.prepared import Prepared
+from lazymods.state.prepared import Prepared, with_copy
 
 
 class Beside:
@@ -19,27 +19,39 @@ class Beside:
     Args:
         survey: The model.
         file: The file.
-        prepared: What it has; gets the output layer that the file has tied to the embedding.
-        is_torch: Whether it was read as one of PyTorch's.
+        prepared: What it has.
+        layout: The layout that it was read with.
+        flatten: As for a load.
 
     Attributes:
+        prepared: What the file has, and the output layer that it has tied to the embedding.
         config: The configuration beside the file; None: there is none.
-        tied: The embedding's name by that of the output layer that got its numbers.
+        tied: That output layer's name, and the embedding's; None: there is none, or the file has both.
     """
 
-    def __init__(self, survey: Survey, file: Checkpoint, prepared: Prepared, *, is_torch: bool) -> None:
+    def __init__(
+        self,
+        survey: Survey,
+        file: Checkpoint,
+        prepared: Prepared,
+        layout: str,
+        flatten: Mapping[str, Sequence[int]] | None,
+    ) -> None:
         self.survey = survey
-        self.is_torch = is_torch
-        self.entries: Mapping[str, Any] = prepared.entries
+        self.is_torch: bool = layout == "torch"
+        self.flatten = flatten
         self.config: config_file.Config | None = None if file.in_memory else config_file.beside(file.path)
-        is_tied = self.config is not None and self.config.ties and is_torch
-        self.tied: Mapping[str, str] = (
-            tied_heads.fill(survey.places, prepared.entries, prepared.sources) if is_tied else {}
-        )
+        is_tied = self.config is not None and self.config.ties and self.is_torch
+        self.tied: tuple[str, str] | None = tied_heads.find(survey.places, prepared.entries) if is_tied else None
+        if self.tied is not None and len(prepared.laid.get(self.tied[1], ())) == 1:
+            head, embedding = self.tied
+            second = f"{head.removesuffix('.kernel')}.weight"
+            prepared = with_copy(survey, file, flatten, prepared, embedding, second)
+        self.prepared: Prepared = prepared
 
     def wrong_heads(self) -> list[Problem]:
         """Find modules with another number of heads than the configuration says."""
-        loaded = [name for name in self.entries if name in self.survey.places]
+        loaded = [name for name in self.prepared.entries if name in self.survey.places]
         return [] if self.config is None else config_file.wrong_heads(self.survey, self.config, loaded)
 
     def remarks(self, result: LoadResult, entries: Mapping[str, Any], may_miss: Callable[[str], bool]) -> list[str]:
@@ -51,7 +63,8 @@ class Beside:
             may_miss: Says of a name whether the user knows that it may be missing.
         """
         out = [] if self.config is None else config_file.differences(self.survey, self.config, result.matched)
-        for head, embedding in self.tied.items():
+        if self.tied is not None:
+            head, embedding = self.tied
             out.append(
                 f"{head} and {embedding} are one parameter in the file (tie_word_embeddings) and two in the model; "
                 "both are filled, and will train apart. To use one for both: nnx.Embed.attend"
@@ -59,7 +72,7 @@ class Beside:
         missing = [name for name in result.missing if not may_miss(name)]
         return out + tied_heads.remarks(self.survey.places, missing, result.unexpected, entries)
 
-    def finish(self, result: LoadResult, mode: str | None, flatten: Mapping[str, Sequence[int]] | None) -> None:
+    def finish(self, result: LoadResult, mode: str | None) -> None:
         """Put the model in a mode, or note in which it is; let its first call tell of a ``flatten`` that is missing."""
         model = self.survey.model
         if mode is not None:
@@ -70,5 +83,6 @@ class Beside:
             from lazymods.state import flattened  # with what runs models, which most loads do without
 
             flattened.forget(model)
-            loaded = {name: self.entries[name] for name in result.matched if name in self.entries}
-            flattened.watch(model, flattened.suspects(self.survey, loaded, flatten))
+            entries = self.prepared.entries
+            loaded = {name: entries[name] for name in result.matched if name in entries}
+            flattened.watch(model, flattened.suspects(self.survey, loaded, self.flatten))

@@ -134,7 +134,8 @@ def load(
                 return prepare(survey, part, layout, rename, flatten)
 
             part, prepared, begin = part_of(survey, file, reader, root)
-            beside = Beside(survey, part, prepared, is_torch=layout == "torch")
+            beside = Beside(survey, part, prepared, layout, flatten)
+            prepared = beside.prepared
             return part, prepared, begin, _values(survey, prepared.entries), file.roots, beside
 
         as_stored = layout == "torch" or has_array_rules(rename)
@@ -152,7 +153,7 @@ def load(
             report.warn(result)
             for text in beside.remarks(result, entries, may_be_missing):
                 warn(f"{printable(file.path.name)}: {text}")
-            beside.finish(result, mode, flatten)
+            beside.finish(result, mode)
 
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
         with progress_bar(progress, f"loading {printable(file.path.name)}", total) as advance:

@@ -19,32 +19,24 @@ from lazymods.state.missing import cause_of, known_shape, tied_to, value_now
 from lazymods.state.values import same_values
 
 
-def fill(places: Mapping[str, Place], entries: dict[str, Any], sources: dict[str, tuple[str, ...]]) -> dict[str, str]:
-    """Give a missing output layer the numbers of the embedding, as the file's configuration says.
+def find(places: Mapping[str, Place], entries: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Find the output layer that a file lacks and an embedding fits.
 
     Args:
         places: The model's entries.
-        entries: What a file has for them; gets the layer's kernel.
-        sources: The file's names of those; gets the kernel's.
+        entries: What the file has for them.
 
     Returns:
-        The embedding's name by the kernel's; nothing if there is none, or more than one layer may be meant.
+        The kernel's name and the embedding's; None if there is none, or more than one layer may be meant.
     """
-    found = {}
     shapes = {n: tuple(np.shape(v)) for n, v in entries.items() if n in places}
-    identities = {places[name].identity for name in shapes}
-    for name, place in places.items():
-        if name not in entries and place.identity not in identities:
-            embedding = tied_to(places, name, shapes)
-            if embedding is not None:
-                found[name] = embedding
-    if len({places[name].identity for name in found}) != 1:
-        return {}
-    for name, embedding in found.items():
-        value = entries[embedding]
-        entries[name] = (value.read() if isinstance(value, StoredTensor) else value).T
-        sources[name] = sources.get(embedding, (embedding,))
-    return found
+    filled = {places[name].identity for name in shapes}
+    found = [
+        (name, embedding)
+        for name, place in places.items()
+        if place.identity not in filled and (embedding := tied_to(places, name, shapes)) is not None
+    ]
+    return found[0] if len({places[name].identity for name, _ in found}) == 1 else None
 
 
 def remarks(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import lazymods as lm
 
@@ -287,6 +287,11 @@ def test_a_tied_file_fills_the_output_layer_that_a_model_has_of_its_own() -> Non
     ]
     assert result == ([], [], []) and result.matched["lm_head.kernel"] == ("model.embed_tokens.weight",)
     check_logits(model)
+    written, file = lm.export_torch(model, like=result), load_file(DATA / "llama_tied" / "model.safetensors")
+    assert written.keys() == file.keys() and all(np.array_equal(written[name], file[name]) for name in file)
+    model.lm_head.kernel[...] += 1
+    with pytest.raises(lm.StateDictError, match="two parameters that differ now"):
+        lm.export_torch(model, like=result)
 
 
 def test_without_that_word_the_line_to_write_is_told(tmp_path: Path) -> None:
