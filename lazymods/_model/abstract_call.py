@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -42,6 +42,9 @@ from lazymods._objects.traced_state import TracedState
 from lazymods._refusals import refuse_array
 
 INDEX = _compat.own_name("index")
+
+Producers = dict[int, tuple[str, Sequence[Any], dict[str, Any]]]
+"""By the id of a traced value the name of the operation that made it, its operands and its parameters."""
 
 
 @dataclasses.dataclass
@@ -113,6 +116,7 @@ class AbstractCall:
         kwargs: Keyword arguments.
         run: What is run instead of the model's call: it gets the copies and the arguments. ``model`` is then a list of
             what it reaches.
+        look: Called at each call of a module with its path, the traced arguments, and what made each traced value.
 
     Attributes:
         called: What it calls.
@@ -131,10 +135,13 @@ class AbstractCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run: Callable[..., Any] | None = None,
+        look: Callable[[Path, Sequence[Any], Producers], None] | None = None,
     ) -> None:
         refuse_array(model, args)
         self.called = Called(model)
-        self.model = model = self.called.model
+        self.model, self._look = self.called.model, look
+        model = self.model
+        self._producers: Producers = {}
         self._call_copy = run
         self.inputs = first_call.as_specs((args, kwargs))
         self._arguments = CallArguments(*self.inputs)
@@ -165,6 +172,7 @@ class AbstractCall:
         """
         while True:
             self.visits, self.calls, self._stack = {}, {}, []
+            self._producers.clear()
             known = len(self._early)
             try:
                 with self._active():
@@ -207,7 +215,8 @@ class AbstractCall:
             self.finished = copies.of(self.model)
             return _arrays_only(output)
 
-        self.output = _compat.abstract.call_abstractly(traced, self._arguments.arrays)
+        producers = None if self._look is None else self._producers
+        self.output = _compat.abstract.call_abstractly(traced, self._arguments.arrays, producers)
 
     def twin(self, node: Any) -> Any:
         """Return the copy of an nnx object in the last run."""
@@ -277,6 +286,8 @@ class AbstractCall:
     def _follow(self, node: Any, path: Path) -> None:
         def enter(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             specs = first_call.as_specs((args, kwargs))
+            if self._look is not None:
+                self._look(path, [*args, *kwargs.values()], self._producers)
             self._stack.append(Call(path, *specs, module=node, stacked=called is not node and _is_slice(called, node)))
 
         def leave(_: Any, args: tuple[Any, ...], output: Any) -> None:

@@ -19,7 +19,7 @@ from lazymods._graph import STATE, Path, dotted
 from lazymods._initial.keys import is_key
 from lazymods._initial.pending import PendingInit
 from lazymods._initial.placement import places_of
-from lazymods._layer import first_call, lifecycle
+from lazymods._layer import first_call, lifecycle, param_dtypes
 from lazymods._layer.drawing import note_draws
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedVariable
@@ -158,6 +158,8 @@ def _materialize(
         place = contextlib.nullcontext() if drawn_on is None else jax.default_device(drawn_on)
         try:
             changed = _set_dtype(session.everything, dtype)
+            noted = _follow(session.everything, dtype)
+            session = start() if noted else session  # which copies attributes as they were when it was made
             session.run()
             empty = {e.path for e in _graph.entries(session.everything) if _graph.is_placeholder(e.value)}
             with place:
@@ -173,10 +175,14 @@ def _materialize(
                     if not made_some or not _graph.lazy_nodes(session.everything):
                         break
                     changed += _set_dtype(session.everything, dtype)  # of layers that initialize_parameters made
+                    noted += _follow(session.everything, dtype)
                     session = start().run()
             for variable, pending in changed:
                 if _graph.is_placeholder(variable):  # not reached: as before
                     variable.set_raw_value(pending)
+            for layer, name, value in noted:
+                if _graph.has_uninitialized_params(layer):
+                    put(layer, (name,), value)
             _cast(session.everything, empty, dtype)
             if places is not None and places.mesh is not None:
                 bring(session, places)
@@ -285,6 +291,12 @@ def _cast(model: Any, paths: set[Path], dtype: Any) -> None:
         raw = value.get_raw_value()
         if jnp.issubdtype(raw.dtype, jnp.floating) and raw.dtype != dtype:
             value.set_raw_value(raw.astype(dtype))
+
+
+def _follow(model: Any, dtype: Any) -> list[tuple[Any, str, Any]]:
+    """Let lazy layers compute in the dtype that their parameters get; return what they noted before."""
+    lazy = [layer for _, layer in _graph.lazy_nodes(model)] if dtype is not None else []
+    return param_dtypes.follow(node for layer in lazy for _, node in _graph.nodes(layer))
 
 
 def _set_dtype(model: Any, dtype: Any) -> list[tuple[UninitializedVariable, PendingInit]]:

@@ -23,7 +23,7 @@ from lazymods._errors import (
 from lazymods._graph import LOCAL, MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
 from lazymods._initial import placement
 from lazymods._initial.shards import put as put_on_mesh
-from lazymods._layer import first_call, held, lifecycle, stacks, structure
+from lazymods._layer import first_call, held, lifecycle, param_dtypes, stacks, structure
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
 from lazymods._layer.drawing import note_draws
@@ -32,7 +32,8 @@ from lazymods._layer.placeholder import UninitializedArray
 from lazymods._memory import Incoming, transfer
 from lazymods._snapshot import Snapshot
 from lazymods._spread import goes_to_several
-from lazymods.state import by_trial
+from lazymods.state import by_trial, tied_heads
+from lazymods.state import missing as missing_entries
 from lazymods.state.entries import Place, Survey, home_trace, is_buffer, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread
 from lazymods.state.load_plan import LoadPlan, Write, is_spread_place, make_plan
@@ -119,6 +120,7 @@ class Origin(NamedTuple):
         may_miss: Says of a name whether the model may have no entry for it.
         why_missing: Returns, for names without an entry, what was got instead and the line to write, where it is known.
         remarks: What an error says below its heading.
+        problems: What is wrong with the entries beside what does not fit.
         placing: Where on a mesh the arrays go; None: where the model has them.
     """
 
@@ -133,6 +135,7 @@ class Origin(NamedTuple):
     may_miss: Callable[[str], bool] = lambda name: False
     why_missing: Callable[[Sequence[str]], Mapping[str, tuple[str, str]]] = lambda names: {}
     remarks: Sequence[str] = ()
+    problems: Sequence[Problem] = ()
     placing: Placing | None = None
 
     def in_parts(self, place: Place) -> bool:
@@ -160,7 +163,8 @@ def load_entries(
         entries: Arrays by the model's names.
         strict: Whether missing and unexpected entries are errors.
         mismatched: ``"error"`` or ``"skip"``.
-        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get, or ``"file"`` for the one that each has
+            among ``entries``; None: each its own.
         origin: Where they come from; None: somebody's state dict.
         survey: The model, if it has been walked already.
     """
@@ -205,6 +209,8 @@ def load_entries(
                 if origin.placing is not None and plan.leaves_some:
                     with stacks.together():
                         origin.placing.move_rest(Survey(model))
+            if dtype is not None:
+                param_dtypes.follow([node for _, node in _graph.nodes(model)])
             for node in reversed(after):  # children before parents
                 run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
@@ -276,7 +282,7 @@ def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[
 
 
 def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, strict: bool) -> None:
-    problems = list(plan.problems)
+    problems = [*origin.problems, *plan.problems]
     if strict:
         missing = [name for name in result.missing if not origin.may_miss(name)]
         known = origin.why_missing(missing)
@@ -284,15 +290,16 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
             f"no entry in {origin.name}",
             "an entry for it: lm.state_dict, or a checkpoint, of a model like this one",
         )
+        shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if missing else {}
         for name in missing:
-            got, line = known.get(name, usual)
+            got, line = known.get(name) or missing_entries.cause_of(plan.places, name, shapes) or usual
             problems.append(Problem(name, got, "an entry for each parameter of the model", line))
         for name in result.unexpected:
             got = f"{describe(plan.given[name])}, an entry" if name in plan.given else "an entry"
             line = "strict=False to leave it out"
             if origin.is_flax_file and name.rpartition(".")[2] in TORCH_LEAVES:
                 line = 'layout="torch", if PyTorch wrote the file'
-            line = _sizes_line(plan, name) or line
+            line = _sizes_line(plan, name) or _head_line(plan, name) or line
             problems.append(
                 Problem(name, f"{got} that the model has no parameter for", "only entries of the model", line)
             )
@@ -307,6 +314,12 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
         error = StateDictError(*problems, heading=heading)
         error.missing, error.unexpected, error.mismatched = result
         raise error
+
+
+def _head_line(plan: LoadPlan, name: str) -> str | None:
+    """Say what to write for an entry that may be an output layer, where the model has the embedding for one."""
+    embeddings = {n: w.value for n, w in plan.writes.items() if tied_heads.is_embedding(w.place)}
+    return f"{tied_heads.LINE} for it" if tied_heads.untied(plan.given.get(name), embeddings) else None
 
 
 def _sizes_line(plan: LoadPlan, name: str) -> str | None:
