@@ -208,7 +208,7 @@ def _notes(left: Mapping[str, str | None], begin: str, roots: Collection[str]) -
     for name, what in left.items():
         kinds.setdefault(what or "as asked", []).append(name)
     for what, found in kinds.items():
-        names = collapsed(found)
+        names = list(map(printable, collapsed(found)))
         notes.append(f"ignored {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({what})")
     others = [root for root in roots if f"{root}." != begin]
     if begin and others:
