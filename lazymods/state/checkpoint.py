@@ -13,17 +13,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from lazymods import _graph
 from lazymods._error_lists import cause_of, collapsed
 from lazymods._errors import describe
 from lazymods._initial.keys import is_key
 from lazymods._layer import lifecycle, stacks
+from lazymods._shardings import Rules
+from lazymods.state import modes
+from lazymods.state.beside import Beside
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
-from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, is_mapped, printable, refuse
+from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, check_booleans, is_mapped, printable, refuse
 from lazymods.state.flow import Rename, has_array_rules
 from lazymods.state.load import LoadResult, Origin, load_entries
+from lazymods.state.load_plan import is_spread_place
 from lazymods.state.parts import may_fit, part_of
+from lazymods.state.placing import Placing, is_placed, placing_for
 from lazymods.state.prepared import Prepared, prepare, why_missing
 from lazymods.state.progress import progress_bar
 from lazymods.state.sources import read_source
@@ -45,6 +51,9 @@ def load(
     strict: bool = True,
     mismatched: str = "error",
     dtype: Any = None,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
+    mode: str | None = None,
     progress: bool | None = None,
 ) -> LoadResult:
     """Load a checkpoint into a model, lazy or not.
@@ -83,8 +92,17 @@ def load(
         missing: Regular expressions, searched for in the model's names: these may be missing.
         strict: Whether missing and unexpected entries are errors.
         mismatched: ``"error"``, or ``"skip"`` to leave out entries whose shape does not fit, and list them.
-        dtype: The dtype that the floating-point parameters (``nnx.Param``) get that are loaded; None: each keeps its
+        dtype: The dtype that the floating-point parameters (``nnx.Param``) get that are loaded, and that their layers
+            compute in where they follow ``param_dtype``; ``"file"``: each gets that of its entry. None: each keeps its
             own, as statistics, an optimizer's moments and raw arrays do.
+        mesh: The devices that the arrays go to, as ``rules`` say; each process reads what its own hold. None: the mesh
+            of ``jax.set_mesh``, else each array stays where the model has it.
+        rules: ``(regular expression, PartitionSpec)`` pairs, of which the first wins that is found in a parameter's
+            name, or a function of name, shape and dtype that returns a PartitionSpec or None. What no rule names
+            follows its ``out_sharding`` metadata; what has none is copied to each device. In a training state the
+            names are those of the module itself, and an optimizer's state goes where its parameter does.
+        mode: ``"eval"`` or ``"train"``: the mode that the model is put in, as by ``model.eval()``. None: it stays in
+            its own, training for Flax's layers, and the result says so where that matters.
         progress: Show a progress bar on stderr; None: on a terminal, for long loads.
 
     Returns:
@@ -95,6 +113,7 @@ def load(
         CheckpointError: If the file is not what it claims to be.
         StateDictError: If its entries do not fit the model, as for :func:`load_state_dict`.
         UninitializedError: If a lazy layer is an argument of a transform of Flax that cannot carry new parameters out.
+        LazyError: If parameters do not fit on the mesh; it lists all of them.
         FileNotFoundError: If there is no such file.
         TypeError: If the model is neither an nnx object nor a dict or list that can be written to, or the source or
             ``rename`` is none.
@@ -103,7 +122,9 @@ def load(
     Warns:
         UserWarning: If a part of ``rename`` fits no entry, or drops one that the model then misses; if two parameters
             of the model are one in the file; if a matrix of 8-bit numbers, as quantized weights are stored, goes into
-            wider floats; or if, with ``strict=False``, nothing at all was loaded.
+            wider floats; if ``config.json`` beside the file has another activation function, or epsilon of the norms;
+            or if, with ``strict=False``, nothing at all was loaded, statistics of a BatchNorm were not, or an output
+            layer was left to chance or left out that the embedding may stand for.
 
     Example:
         >>> import tempfile, lazymods as lm
@@ -116,30 +137,38 @@ def load(
         >>> layer.in_features
         3
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
-    if flatten and layout != "torch":
-        raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
-    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
+    _check_options(layout, flatten, dtype, mode)
+    placing = placing_for(mesh, rules)
     ignored, may_miss = _patterns("ignore", ignore), _patterns("missing", missing)
     with lifecycle.LOCK, stacks.apart(abstract=True):
         survey = Survey(model)
 
-        def read(file: Checkpoint) -> tuple[Checkpoint, Prepared, str, dict[str, Any], Collection[str]]:
+        def read(file: Checkpoint) -> tuple[Checkpoint, Prepared, str, dict[str, Any], Collection[str], Beside]:
             def reader(part: Checkpoint) -> Prepared:
                 return prepare(survey, part, layout, rename, flatten)
 
             part, prepared, begin = part_of(survey, file, reader, root)
-            return part, prepared, begin, _values(survey, prepared.entries), file.roots
+            beside = Beside(survey, part, prepared, layout, flatten)
+            prepared = beside.prepared
+            return part, prepared, begin, _values(survey, prepared.entries, placing), file.roots, beside
 
         as_stored = layout == "torch" or has_array_rules(rename)
-        file, prepared, begin, entries, roots = read_source(source, read, as_stored=as_stored, variant=variant)
+        file, prepared, begin, entries, roots, beside = read_source(source, read, as_stored=as_stored, variant=variant)
         _check_booleans(entries, file)
         _check_key_kinds(survey.places, entries, file)
         _warn_of_quantized(survey.places, entries, file)
         left = _ignored(survey, prepared, layout, ignored)
         report = _Report(survey, file, layout, flatten, prepared)
+
+        def may_be_missing(name: str) -> bool:
+            return any(pattern.search(name) for pattern in may_miss)
+
+        def finish(result: LoadResult) -> None:
+            report.warn(result)
+            for text in beside.remarks(result, entries, may_be_missing):
+                warn(f"{printable(file.path.name)}: {text}")
+            beside.finish(result, mode)
+
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
         with progress_bar(progress, f"loading {printable(file.path.name)}", total) as advance:
             origin = Origin(
@@ -149,11 +178,13 @@ def load(
                 advance,
                 layout == "flax",
                 _weak(file, prepared.sources),
-                report.warn,
+                finish,
                 left,
-                lambda name: any(pattern.search(name) for pattern in may_miss),
+                may_be_missing,
                 report.why_missing,
                 [f"nothing of the file fits {text}, of rename" for text in prepared.flow.unused],
+                beside.wrong_heads(),
+                placing,
             )
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if is_training_state(model):
@@ -164,9 +195,21 @@ def load(
                 result = load_entries(model, entries, survey=survey, **options)
     result.ignored = [begin + s for name in left for s in prepared.sources[name]]
     result.root = begin.rstrip(".")
-    result.notes = [*_notes(left, begin, roots), *prepared.notes]
+    result.notes = [*_notes(left, begin, roots), *prepared.notes, *result.notes]
     result.way_back = _way_back(file, layout, flatten, prepared, result, left)
     return result
+
+
+def _check_options(layout: str, flatten: Mapping[str, Sequence[int]] | None, dtype: Any, mode: str | None) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    if flatten and layout != "torch":
+        raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
+    keeps = isinstance(dtype, str) and dtype == "file"
+    if dtype is not None and not keeps and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
+    if mode is not None and mode not in modes.MODES:
+        raise ValueError(f"mode is one of {', '.join(map(repr, modes.MODES))}, got {mode!r}")
 
 
 def _patterns(what: str, given: str | Sequence[str]) -> list[re.Pattern[str]]:
@@ -279,9 +322,9 @@ class _Report:
         _warn_of_untied(self.survey.places, self.file, self.prepared.sources)
         called = printable(self.file.path.name)
         if self.prepared.flow.unused:
-            _warn(f"{called}: nothing fits {', '.join(map(printable, self.prepared.flow.unused))}, of rename")
+            warn(f"{called}: nothing fits {', '.join(map(printable, self.prepared.flow.unused))}, of rename")
         for name, (source, by) in self._dropped(result.missing).items():
-            _warn(f"{called}: {by} of rename has dropped {printable(source)}, and the model has no {name} now")
+            warn(f"{called}: {by} of rename has dropped {printable(source)}, and the model has no {name} now")
 
 
 def _weak(file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> set[str]:
@@ -291,8 +334,11 @@ def _weak(file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> set[str]:
     return {new for new, old in sources.items() if any(file.aliases.get(name, name) in file.weak for name in old)}
 
 
-def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what the model has a place for; what does not fit there is told by its shape, and not read."""
+def _values(survey: Survey, entries: Mapping[str, Any], placing: Placing | None) -> dict[str, Any]:
+    """Read what the model has a place for; what does not fit there is told by its shape, and not read.
+
+    What goes to several devices is read when it is known which part goes where.
+    """
     # hooks may give an entry another name, and an optimizer without a state gets one later
     everything = survey.hooked or is_training_state(survey.model)
     out = dict(entries)
@@ -300,19 +346,25 @@ def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, StoredTensor):
             place = survey.places.get(name) or survey.places.get(base_name(name))
             if place is not None and not survey.hooked and not may_fit(place, name, value):
-                out[name] = Unread.of(value)
+                out[name] = Unread(value)
+            elif not survey.hooked and _is_for_several(place, name, placing):
+                out[name] = Unread(value)
             elif place is not None or everything:
                 out[name] = value.read()
     return out
 
 
+def _is_for_several(place: Place | None, name: str, placing: Placing | None) -> bool:
+    if place is None:  # it is unexpected, or of an optimizer that has no state yet
+        return placing is not None
+    return place.name == name and (is_spread_place(place) or (placing is not None and is_placed(place)))
+
+
 def _check_booleans(entries: Mapping[str, Any], file: Checkpoint) -> None:
     """Refuse booleans that are neither 0 nor 1: what is computed from them could be anything."""
     for name, value in entries.items():
-        if not isinstance(value, np.ndarray) or value.dtype != bool or not value.size or _is_spread(value):
-            continue
-        if value.view(np.uint8).max() > 1:
-            raise refuse(file.path, "bytes other than 0 and 1", "booleans", tensor=name)
+        if isinstance(value, np.ndarray):
+            check_booleans(file.path, name, value)
 
 
 def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], file: Checkpoint) -> None:
@@ -322,7 +374,7 @@ def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], fi
         if place is None or place.name == name or not is_key(place.value):
             continue
         is_text = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1
-        kind = value.tobytes().decode(errors="replace") if is_text and not _is_spread(value) else None
+        kind = value.tobytes().decode(errors="replace") if is_text else None
         try:
             jax.eval_shape(lambda kind=kind: jax.random.key(0, impl=kind or "none"))
         except ValueError as error:
@@ -336,7 +388,7 @@ def _is_spread(value: np.ndarray[Any, Any]) -> bool:
     return value.size > 1 and not any(value.strides)
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
     """Warn at the line that called :func:`load`."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "lazymods":
@@ -354,7 +406,7 @@ def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], 
     suspects = [
         name
         for name, value in entries.items()
-        if isinstance(value, np.ndarray)
+        if isinstance(value, (np.ndarray, Unread))
         and value.ndim >= 2
         and value.dtype.itemsize == 1
         and value.dtype != bool
@@ -366,13 +418,13 @@ def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], 
         what = "hold numbers of 8 bits or less, as quantized weights do, and are loaded without scales"
         left = f"; the file has {printable(', '.join(scales[:3]))}" if scales else ""
         text = f"{printable(file.path.name)}: {printable(shown)} {what}{left}"
-        _warn(text)
+        warn(text)
 
 
 def _warn_of_nothing(result: LoadResult, file: Checkpoint) -> None:
     cause = cause_of(result.missing, result.unexpected)
     why = f": {cause[0]}; write {cause[1]}" if cause else ""
-    _warn(f"{printable(file.path.name)}: nothing was loaded, no name fits the model{why}")
+    warn(f"{printable(file.path.name)}: nothing was loaded, no name fits the model{why}")
 
 
 def _is_wider_float(value: Any) -> bool:
@@ -399,4 +451,4 @@ def _warn_of_untied(places: Mapping[str, Place], file: Checkpoint, sources: Mapp
             line = f"To tie them: model.{a} = model.{b}"
         else:  # an nnx.Linear has the transpose of what an nnx.Embed has
             line = "To use one for both: nnx.Embed.attend"
-        _warn(f"{told}; both are filled, and will train apart. {line}")
+        warn(f"{told}; both are filled, and will train apart. {line}")

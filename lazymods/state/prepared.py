@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lazymods._errors import StateDictError
 from lazymods._graph import dotted
 from lazymods.state import names
+from lazymods.state.array_parts import Copy
 from lazymods.state.entries import Survey
 from lazymods.state.files.stored import Checkpoint
 from lazymods.state.flow import Entry, Flow, Rename, transformed
+from lazymods.state.lineage import origins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +68,30 @@ def prepare(
     return dataclasses.replace(_laid(survey, file, layout, flatten, given, flow), notes=notes)
 
 
+def with_copy(
+    survey: Survey,
+    file: Checkpoint,
+    flatten: Mapping[str, Sequence[int]] | None,
+    prepared: Prepared,
+    name: str,
+    second: str,
+) -> Prepared:
+    """Return what a PyTorch file holds if one of its entries is two, as by a :class:`~lazymods.rules.Copy`.
+
+    Args:
+        survey: The model.
+        file: The file.
+        flatten: As for a load.
+        prepared: What it holds; not to be used any more.
+        name: The model's name of the entry.
+        second: The name of the other one, as PyTorch has it.
+    """
+    (spelled,) = prepared.laid[name]
+    flow = prepared.flow
+    flow.apply(Copy(rf"^{re.escape(prepared.final[spelled].name)}$", into=second.replace("\\", r"\\")))
+    return dataclasses.replace(_laid(survey, file, "torch", flatten, flow.by_name(), flow), notes=prepared.notes)
+
+
 def _laid(
     survey: Survey,
     file: Checkpoint,
@@ -86,7 +113,7 @@ def _laid(
         return Prepared(entries, {n: e.sources for n, e in final.items()}, laid, final, flow)
     from lazymods.state.layouts import from_torch
 
-    imported = from_torch(survey.model, entries, flatten, survey.places)
+    imported = from_torch(survey.model, entries, flatten, survey.places, origins(flow, final))
     _refuse(survey, file, imported.problems)
     laid = {name: imported.sources.get(name, (name,)) for name in imported.entries}
     sources = {n: tuple(dict.fromkeys(s for name in found for s in final[name].sources)) for n, found in laid.items()}

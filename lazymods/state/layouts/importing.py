@@ -8,11 +8,16 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from flax import nnx
+
+from lazymods._error_lists import shown_names
 from lazymods._errors import Problem
 from lazymods._graph import dotted
 from lazymods.state.entries import named_places
 from lazymods.state.files.stored import StoredTensor
 from lazymods.state.flow import StackedTensor
+from lazymods.state.layouts import doubts
+from lazymods.state.layouts.exporting import without_layers
 from lazymods.state.layouts.file import TorchFile
 from lazymods.state.layouts.site import Site, Sizes
 from lazymods.state.layouts.table import rule_for, sites, torch_names
@@ -42,6 +47,7 @@ def from_torch(
     tensors: Mapping[str, Any],
     flatten: Mapping[str, Sequence[int]] | None,
     known: Collection[str] | None = None,
+    origins: Mapping[str, doubts.Origin] | None = None,
 ) -> Imported:
     """Give the tensors of a PyTorch file the names and layouts of a model.
 
@@ -51,6 +57,7 @@ def from_torch(
         flatten: By a layer's name, the sizes ``(*spatial, channels)`` of what is flattened before it, for a layer that
             PyTorch flattens channels first and the model channels last.
         known: The names of the model's entries, if they are known already.
+        origins: Where each of ``tensors`` came from; None: that is not known, and nothing is in doubt.
 
     Returns:
         The entries, where they come from, and what cannot be held exactly.
@@ -61,6 +68,8 @@ def from_torch(
     found, problems = with_sizes(list(sites(model)), flatten)
     out = _imported(found, tensors, set(named_places(model) if known is None else known))
     out.problems.extend(problems)
+    if origins is not None:
+        out.problems.extend(doubts.found(found, tensors, origins))
     return out
 
 
@@ -136,15 +145,19 @@ def with_sizes(found: list[Site], flatten: Mapping[str, Sequence[int]] | None) -
     """Give the sites that ``flatten`` names their sizes, under all of their names, and say which it names in vain."""
     sizes: dict[int, Sizes] = {}
     problems: list[Problem] = []
+    flattening = [s for s in found if rule_for(type(s.node)).flattens] if flatten else []
+    sequential = [s.prefix for s in found if isinstance(s.node, nnx.Sequential)]
+    names = {id(s): without_layers(s.prefix, sequential)[:-1] for s in flattening}
     for name, given in (flatten or {}).items():
-        named = [s for s in found if rule_for(type(s.node)).flattens and name in (dotted(s.path), s.prefix[:-1])]
+        named = [s for s in flattening if name in (dotted(s.path), s.prefix[:-1], names[id(s)])]
         try:
             whole = tuple(operator.index(n) for n in given)
         except TypeError:
             whole = ()
         if not named:
             got = "no layer of that name that can follow a flatten"
-            problems.append(Problem(name, f"flatten for it, and {got}", *_FLATTENS))
+            there = f": {shown_names([*names.values()])}".replace("\n", ", ") if names else ""
+            problems.append(Problem(name, f"flatten for it, and {got}", f"{_FLATTENS[0]}{there}", _FLATTENS[1]))
         elif not whole or min(whole) < 1:
             problems.append(Problem(name, f"flatten sizes {given!r}", "positive whole numbers", _FLATTENS[1]))
         else:
@@ -155,6 +168,6 @@ def with_sizes(found: list[Site], flatten: Mapping[str, Sequence[int]] | None) -
 
 
 _FLATTENS = (
-    "the name of a Linear, LinearGeneral, LayerNorm or RMSNorm of the model",
+    "the name of a Linear, LinearGeneral, BatchNorm, LayerNorm or RMSNorm of the model",
     'flatten={"fc": (height, width, channels)}',
 )
