@@ -23,6 +23,7 @@ from lazymods.state.entries import Survey
 from lazymods.state.layouts.importing import with_sizes
 from lazymods.state.layouts.site import Site
 from lazymods.state.layouts.table import rule_for, sites
+from lazymods.state.warned import warn
 
 _CONVOLUTION = "conv_general_dilated"
 _MIXES = frozenset(("dot_general", "transpose", "gather", "sort", "rev"))  # what comes out lies otherwise
@@ -83,8 +84,6 @@ class FirstCall:
         forget(model)
         found = flattened(model, self.names, args, kwargs)
         if found:
-            from lazymods.state.checkpoint import warn
-
             shown = ", ".join(f"{name!r}: {sizes}" for name, sizes in found.items())
             same = ", ".join(f"{name!r}: ({math.prod(sizes)},)" for name, sizes in found.items())
             warn(
