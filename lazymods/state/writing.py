@@ -45,8 +45,8 @@ def save(
     once, and tied again by :func:`load`.
 
     Of a model over several devices one parameter at a time is brought to the host. A program of several processes saves
-    to an Orbax folder, by the same call in each: what each has for itself, such as a random key, is written as the first
-    one's, and the folder is there when the call returns, in all of them.
+    to an Orbax folder, by the same call in each: what each has for itself, such as a random key, is written as the
+    first one's, and the folder is there when the call returns, in all of them.
 
     Args:
         model: An nnx module; or a dict of a training state, such as ``{"model": model, "optimizer": optimizer, "rngs":
