@@ -74,8 +74,10 @@ def assembled(shape: Shape, dtype: Any, sharding: Any, arrays: Sequence[jax.Arra
 def put(value: Any, sharding: Any) -> Any:
     """Bring a value that each process has to its place on a mesh; what is no array, or is there already, stays.
 
-    No process asks another for anything.
+    No process asks another for anything. Of an array without values it is noted where it goes.
     """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     if not isinstance(value, (jax.Array, np.ndarray)) or _compat.is_tracer(value):
         return value
     if isinstance(value, jax.Array) and value.committed and is_at(value, sharding):

@@ -38,7 +38,8 @@ class ParameterShape:
         sharding: Where it goes on the mesh; None without a mesh, or while an axis is unknown.
         gradient_bytes_per_device: Bytes of its gradient on a device; None unless an optimizer was given.
         optimizer_bytes_per_device: Bytes that the optimizer keeps for it on a device; None likewise.
-        metadata: That of its Variable.
+        metadata: That of its Variable; empty of an array without one, None of what a mesh leaves where it is: an array
+            of numpy, or a random key.
         first_name: Its dotted name in the model; the first one if it is shared.
     """
 
@@ -52,7 +53,7 @@ class ParameterShape:
     sharding: NamedSharding | None = None
     gradient_bytes_per_device: int | None = None
     optimizer_bytes_per_device: int | None = None
-    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    metadata: Mapping[str, Any] | None = dataclasses.field(default_factory=dict, repr=False, compare=False)
     first_name: str = ""
 
     @property
@@ -307,6 +308,8 @@ def _sum_of(numbers: Iterable[int | None]) -> int | None:
 
 
 def _show_place(parameter: ParameterShape) -> str:
+    if parameter.metadata is None:
+        return ""
     return "?" if parameter.sharding is None else show_spec(parameter.sharding.spec)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from on_mesh import P, arrays, assert_placed, assert_same_on_mesh, by_pairs, live_bytes, mesh_of
 
 import lazymods as lm
+from lazymods._initial import fill
 
 RULES = [("kernel", P("data", "model")), ("bias", P("model"))]
 X = spec(2, 8)
@@ -62,6 +63,34 @@ def test_initializers_in_parts_and_whole(init, whole):
     assert ("made whole" in str(report)) is whole
     assert plan.rows[0].parameters[0].made_whole is (whole and init not in (tanh, of_numpy, of_another_dtype))
     assert "made whole" not in str(lm.infer_shapes(lazy_linear(kernel_init=init, rngs=nnx.Rngs(0)), X))
+
+
+class Several(nnx.Module):
+    def __init__(self, make, inits):
+        self.layers = nnx.List([make(kernel_init=init, rngs=nnx.Rngs(i)) for i, init in enumerate(inits)])
+
+    def __call__(self, x):
+        return [layer(x) for layer in self.layers]
+
+
+def test_what_a_gpu_makes_whole_is_spread_by_xla(monkeypatch):
+    """Under one jit, to rounding; a CPU stands for the GPU here."""
+    spread = []
+
+    def may_be_spread(run, place):
+        spread.append(place)
+        return True
+
+    monkeypatch.setattr(fill, "_may_be_spread", may_be_spread)
+    inits, mesh = [nnx.initializers.orthogonal(), tanh, of_another_dtype], grid()
+    model, want = Several(lazy_linear, inits), Several(linear, inits)
+    lm.materialize(model, X, mesh=mesh, rules=RULES)
+    assert [place.spec for place in spread] == [P("data", "model")] * 3
+    for name, array in arrays(model).items():
+        twin = arrays(want)[name]
+        assert_placed(array, mesh, by_pairs(RULES)(name), name)
+        assert array.dtype == twin.dtype
+        np.testing.assert_allclose(array.astype(np.float32), twin.astype(np.float32), rtol=1e-5, atol=1e-6)
 
 
 def lazy_linear(**options):
@@ -126,6 +155,58 @@ def test_what_is_ready_moves_and_random_state_stays():
     assert_same_on_mesh(model, want, other, by_pairs([("kernel", P("d"))]))
     out = nnx.jit(lambda m, x: m.layers[0](x))(model, np.ones((2, 8), np.float32))
     np.testing.assert_allclose(out, want.layers[0](jnp.ones((2, 8))), rtol=1e-5)
+
+
+class Kinds(nnx.Module):
+    """Holds arrays in all ways that a state dict knows."""
+
+    def __init__(self):
+        self.layer = lm.LazyLinear(8, rngs=nnx.Rngs(0))
+        self.reference = nnx.Param(jnp.arange(8.0), ref=True)
+        self.pair = nnx.Variable((jnp.arange(16.0), jnp.ones(3)))
+        self.plain = nnx.data(jnp.ones((8, 2)))
+        self.of_numpy = nnx.data(np.ones(8))
+        self.key = nnx.data(jax.random.key(0))
+        self.cache = nnx.Cache(jnp.zeros(4))
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+def test_whatever_holds_an_array():
+    mesh, model = grid(), Kinds()
+    of_numpy, key = model.of_numpy, model.key
+    rules = [("reference|plain|of_numpy|key", P("data")), (r"pair\.0", P("model")), ("cache", P(None))]
+    report = lm.materialize(model, X, mesh=mesh, rules=rules)
+    got = lm.state_dict(model)
+    want = {"reference": np.arange(8.0), "pair.0": np.arange(16.0), "pair.1": np.ones(3), "plain": np.ones((8, 2))}
+    places = {"reference": P("data"), "pair.0": P("model"), "pair.1": P(), "plain": P("data")}
+    for name, value in want.items():
+        assert_placed(got[name], mesh, places[name], name)
+        np.testing.assert_array_equal(got[name], value)
+    assert_placed(model.cache.get_value(), mesh, P())
+    assert model.of_numpy is of_numpy
+    assert model.key is key
+    assert {p.name for p in report.rows[0].parameters if p.sharding is None} == {"of_numpy", "key", "pair"}
+    model.reference[0] = 5.0
+    assert model.reference.get_value()[0] == 5
+
+
+def test_a_model_without_values_notes_where_they_go():
+    model = nnx.eval_shape(lambda: lazy_linear(rngs=nnx.Rngs(0)))
+    lm.materialize(model, X, mesh=grid(), rules=RULES)
+    for name, array in arrays(model).items():
+        assert isinstance(array, jax.ShapeDtypeStruct)
+        assert array.sharding == NamedSharding(grid(), by_pairs(RULES)(name))
+
+
+@pytest.mark.parametrize("jit", [nnx.jit, lm.jit])
+def test_a_mesh_inside_a_program_is_refused(jit):
+    """It would be lost: there XLA decides where things go."""
+    model = nnx.Sequential(lazy_linear(rngs=nnx.Rngs(0)))
+    with pytest.raises(lm.ArgumentError, match="which is being traced"):
+        jit(lambda m, x: lm.materialize(m, x, mesh=grid(), rules=RULES) and None)(model, np.ones((2, 8), np.float32))
+    assert lm.is_lazy(model.layers[0])
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -247,6 +328,7 @@ def test_shapes_add_no_programs():
         ({"rules": RULES}, "rules without a mesh"),
         ({"mesh": AbstractMesh((8,), ("d",))}, "an AbstractMesh"),
         ({"mesh": "a mesh"}, "a str"),
+        ({"mesh": jax.sharding.Mesh(np.empty(0), ("d",))}, "an empty mesh"),
         ({"mesh": "grid", "device": "first"}, "both mesh= and device="),
     ],
 )

@@ -79,6 +79,7 @@ def test_some_devices_in_another_order():
 
 
 def test_a_copy_that_is_donated_leaves_the_others():
+    """They share their memory."""
     got, want = drawn(INITS["normal"], (512, 512), P("a"))
     [(_, first), *others] = [(shard.index, shard.data) for shard in got.addressable_shards]
     jax.block_until_ready(jax.jit(lambda x: x * 0, donate_argnums=0)(first))
