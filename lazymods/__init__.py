@@ -16,6 +16,7 @@ from lazymods._errors import UninitializedError as UninitializedError
 from lazymods._graph import has_uninitialized_params as has_uninitialized_params
 from lazymods._graph import is_lazy as is_lazy
 from lazymods._graph import uninitialized_paths as uninitialized_paths
+from lazymods._gru_cell import ResetAfterGRUCell as ResetAfterGRUCell
 from lazymods._layer.factory import lazy as lazy
 from lazymods._layer.mixin import LazyModuleMixin as LazyModuleMixin
 from lazymods._layer.placeholder import UninitializedBuffer as UninitializedBuffer
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from lazymods import dispatch as dispatch
     from lazymods import lazytensor as lazytensor
     from lazymods import nn as nn
+    from lazymods import rules as rules
     from lazymods._counts import metrics as metrics
     from lazymods._model.hooks import RemovableHandle as RemovableHandle
     from lazymods._model.hooks import register_forward_hook as register_forward_hook
@@ -55,10 +57,16 @@ if TYPE_CHECKING:
     from lazymods.compile.lowering import Lowered as Lowered
     from lazymods.compile.lowering import lower as lower
     from lazymods.compile.persistent import set_compilation_cache as set_compilation_cache
+    from lazymods.nn.stack import Stack as Stack
+    from lazymods.porting.parity import parity as parity
+    from lazymods.porting.report import ParityReport as ParityReport
+    from lazymods.porting.report import ParityRow as ParityRow
     from lazymods.state import LoadResult as LoadResult
     from lazymods.state.checkpoint import load as load
-    from lazymods.state.layouts import export_torch as export_torch
+    from lazymods.state.exporting import export_torch as export_torch
     from lazymods.state.load_state_dict import load_state_dict as load_state_dict
+    from lazymods.state.opened import OpenCheckpoint as OpenCheckpoint
+    from lazymods.state.opened import open as open
     from lazymods.state.orbax_saving import PendingSave as PendingSave
     from lazymods.state.state_dict import state_dict as state_dict
     from lazymods.state.writing import save as save
@@ -89,14 +97,20 @@ _ON_FIRST_USE = {
     "LayerRow": "lazymods._model.report",
     "LazyOptimizer": "lazymods._model.optimizer",
     "LoadResult": "lazymods.state",
+    "ParityReport": "lazymods.porting.report",
+    "ParityRow": "lazymods.porting.report",
+    "parity": "lazymods.porting.parity",
     "ParameterShape": "lazymods._model.report",
     "PendingSave": "lazymods.state.orbax_saving",
     "ShapeReport": "lazymods._model.report",
-    "export_torch": "lazymods.state.layouts",
+    "Stack": "lazymods.nn.stack",
+    "export_torch": "lazymods.state.exporting",
     "infer_shapes": "lazymods._model.inference",
     "load": "lazymods.state.checkpoint",
     "load_state_dict": "lazymods.state",
     "materialize": "lazymods._model.inference",
+    "open": "lazymods.state.opened",
+    "OpenCheckpoint": "lazymods.state.opened",
     "save": "lazymods.state.writing",
     "state_dict": "lazymods.state",
     "summary": "lazymods._model.summary",
@@ -104,7 +118,7 @@ _ON_FIRST_USE = {
 }
 
 
-_PARTS = ("autograd", "dispatch", "lazytensor")  # imported when they are first used, as modules
+_PARTS = ("autograd", "dispatch", "lazytensor", "rules")  # imported when they are first used, as modules
 
 
 if not TYPE_CHECKING:  # to a type checker, a name that is missing is an error

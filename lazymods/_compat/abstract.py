@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.core import EvalTrace, shaped_abstractify
-from jax.core import ShapedArray, Trace, Tracer
+from jax.core import ShapedArray, Trace, Tracer, eval_jaxpr
 from jax.extend.core import Primitive, set_current_trace
 from jax.extend.linear_util import WrappedFun
 
@@ -139,18 +139,50 @@ class _Recorder(_AbstractTrace):
         self.operations.append((primitive, list(tracers), params, made))
 
 
-def call_abstractly(fun: Callable[..., Any], specs: Any) -> Any:
+class _Historian(_AbstractTrace):
+    """One that keeps which operation made what, also inside of functions that are jitted."""
+
+    __slots__ = ("producers", "values")
+
+    def __init__(self, producers: dict[int, tuple[str, Sequence[Any], dict[str, Any]]]) -> None:
+        super().__init__()
+        self.producers = producers
+        self.values: list[Any] = []  # so that their ids stay theirs
+
+    def process_primitive(self, primitive: Any, tracers: Any, params: dict[str, Any], /) -> Any:
+        program = params.get("jaxpr") if primitive.name in ("jit", "pjit") else None
+        if program is None:
+            return super().process_primitive(primitive, tracers, params)
+        with set_current_trace(self):
+            return eval_jaxpr(program.jaxpr, program.consts, *tracers)
+
+    def note(self, primitive: Any, tracers: Any, params: dict[str, Any], made: list[Any], effects: Any) -> None:
+        self.values += made
+        self.producers |= dict.fromkeys(map(id, made), (primitive.name, list(tracers), params))
+
+
+def call_abstractly(
+    fun: Callable[..., Any],
+    specs: Any,
+    producers: dict[int, tuple[str, Sequence[Any], dict[str, Any]]] | None = None,
+) -> Any:
     """Find the shapes and dtypes that ``fun`` returns for those of a pytree, as ``jax.eval_shape`` does.
 
     Subclasses ``jax.core.Trace`` and ``Tracer``; calls ``Primitive.abstract_eval``, ``set_current_trace``,
     ``jax.typeof`` and ``shaped_abstractify``. (jax 0.10.2, 0.11.2 and 0.12.0)
+
+    Args:
+        fun: The function.
+        specs: What it is called with.
+        producers: Gets, while ``fun`` runs, by the id of each value the name of the operation that made it, its
+            operands and its parameters.
     """
 
     def spec(value: Any) -> jax.ShapeDtypeStruct:
         aval = jax.typeof(value)
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
-    trace = _AbstractTrace()
+    trace = _AbstractTrace() if producers is None else _Historian(producers)
     values = jax.tree.map(lambda x: _Abstract(trace, shaped_abstractify(x)), specs)
     try:
         with set_current_trace(trace):

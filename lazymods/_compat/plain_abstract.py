@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 
-def call_abstractly(fun: Callable[..., Any], specs: Any) -> Any:
-    """Find the shapes and dtypes that ``fun`` returns for those of a pytree."""
+def call_abstractly(fun: Callable[..., Any], specs: Any, producers: dict[int, Any] | None = None) -> Any:
+    """Find the shapes and dtypes that ``fun`` returns for those of a pytree; which operation made what is not told."""
     return jax.eval_shape(fun, specs)
 
 

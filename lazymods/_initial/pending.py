@@ -11,6 +11,7 @@ tracers that the transform must carry. They have as many axes, of one element, a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -122,6 +123,15 @@ def key_source(keys: Sequence[Any]) -> StaticKeys | tuple[Any, ...]:
     return StaticKeys(keys) if plain else tuple(keys)
 
 
+def _parts(keys: Any) -> list[Any]:
+    """Return keys or counters of a stack one by one, without a program that takes them apart."""
+    if is_key(keys):
+        data = np.asarray(jax.random.key_data(keys))
+        impl = jax.random.key_impl(keys)
+        return [jax.random.wrap_key_data(jnp.array(d), impl=impl) for d in data.reshape(-1, *data.shape[keys.ndim :])]
+    return [jnp.array(count) for count in np.asarray(keys).reshape(-1)]
+
+
 def leaves_of(keys: Sequence[Any], stacking: Stacking) -> tuple[Any, ...]:
     """Return traced keys as the leaves of one pending init: with the axes of its value, and the marks.
 
@@ -197,6 +207,14 @@ class PendingInit:
     def keys(self) -> tuple[Any, ...]:
         """The keys and counters that ``source.make`` takes, for each of the models that are stacked."""
         return self.built_with if self.turns is None else draws.shifted(self.built_with, self.turns)
+
+    def keys_of_each(self) -> list[tuple[Any, ...]]:
+        """Return the keys of each of the models that are stacked, one after the other; of one if none are."""
+        keys, sizes = self.keys, self.stacking.sizes
+        if not sizes:
+            return [keys]
+        parts = [None if k is None else _parts(k) for k in keys]
+        return [tuple([None if p is None else p[i] for p in parts]) for i in range(math.prod(sizes))]
 
     @property
     def built_with(self) -> tuple[Any, ...]:
@@ -303,7 +321,7 @@ def _flatten(pending: PendingInit) -> tuple[tuple[Any, ...], Any]:
         where = f"{pending.label or 'a parameter'}{f' of {owner}' if owner else ''}"
         got = "nnx.grad (or nnx.value_and_grad) with respect to it, while it is an uninitialized parameter"
         needed = "parameters to differentiate with respect to: none exist yet"
-        write = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+        write = "lm.materialize(model, x)  # before the transform"
         raise UninitializedError(Problem(where, got, needed, write))
     return pending.key_source, (*pending.static(), None)
 

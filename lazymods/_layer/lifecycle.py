@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from lazymods import _compat, _graph
@@ -26,13 +27,16 @@ from lazymods._counts import COUNTS
 from lazymods._errors import Problem, ShapeInferenceError, UninitializedError
 from lazymods._graph import STATE, Path
 from lazymods._initial import draws, placement
-from lazymods._initial.stacking import Stackings
+from lazymods._initial.pending import PendingInit
+from lazymods._initial.stacking import Stacking, Stackings
 from lazymods._layer.abstract_module import AbstractModule, Slot
 from lazymods._layer.config import ConstructorInit, LayerConfig
+from lazymods._layer.copying import copied
 from lazymods._layer.drawing import note_draws
 from lazymods._layer.formulas import ShapeFormulas
 from lazymods._layer.held import check_held, shape_of, stackings
 from lazymods._layer.merging import has_other_metadata, merge, put, renew_metadata
+from lazymods._layer.pending_values import PendingValues
 from lazymods._layer.placeholder import UninitializedArray, UninitializedVariable
 from lazymods._layer.structure import conform, has_other_slots, renew_random_state
 
@@ -57,8 +61,36 @@ def own_slots(layer: Any, abstract: AbstractModule) -> dict[Path, tuple[Any, Any
 
 
 def modules_of(layer: Any) -> dict[str, Any]:
-    """The modules that a lazy layer was given, by argument name."""
-    return {argument: _graph.at(layer, path) for argument, path in vars(layer)[STATE].given.items()}
+    """The modules that a lazy layer was given, by argument name; in a stack, one of each of those."""
+    given = {argument: _graph.at(layer, path) for argument, path in vars(layer)[STATE].given.items()}
+    stacking = stackings(layer).common if given else None
+    if stacking is None or not stacking.sizes:
+        return given
+    return {argument: _one_of(module, stacking) for argument, module in given.items()}
+
+
+def _one_of(module: Any, stacking: Stacking) -> Any:
+    """Return a module as it is in one of the models that are stacked, for a constructor to look at."""
+
+    def leaf(owner: Any) -> Any:
+        raw = owner.get_raw_value() if isinstance(owner, nnx.Variable) else owner
+        if isinstance(raw, PendingInit):
+            one = PendingInit.build(raw.source, raw.element, raw.dtype, raw.label, raw.keys_of_each()[0])
+        else:
+            one = jax.tree.map(lambda a: _first(a, stacking), raw)
+        return one if raw is owner else _compat.new_variable(type(owner), one, dict(_compat.raw_metadata(owner)))
+
+    return copied(module, leaf, {})
+
+
+def _first(array: Any, stacking: Stacking) -> Any:
+    part = stacking.part(np.shape(array))
+    if part is None or len(part) == np.ndim(array):
+        return array
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(part, array.dtype)
+    axes = stacking.axes(len(part))
+    return array[tuple([0 if axis in axes else slice(None) for axis in range(np.ndim(array))])]
 
 
 def fill(layer: Any, values: Mapping[str, Any], *, traced_zeros: bool = False) -> AbstractModule:
@@ -136,8 +168,8 @@ def _compute(spec: LayerConfig, abstract: AbstractModule, empty: Mapping[Path, A
     own = _own(spec, empty)
     arrays = {p: v.pending.make(whole(abstract, p, v)) for p, v in empty.items() if p not in own}
     arrays |= _taken(abstract, own)
-    plain = {p: v for p, v in own.items() if p not in arrays and not v.pending.stacking.sizes}
-    arrays |= PendingValues([(abstract, plain)]).run()[0]
+    waiting = {p: v for p, v in own.items() if p not in arrays}
+    arrays |= PendingValues([(abstract, waiting)]).run()[0]
     groups: list[tuple[Any, list[Path]]] = []
     for path, variable in own.items():
         if path in arrays:
@@ -164,50 +196,6 @@ def _own(spec: LayerConfig, empty: Mapping[Path, Any]) -> dict[Path, Any]:
         if isinstance(source, ConstructorInit) and source.spec == spec and source.path == path:
             own[path] = variable
     return own
-
-
-class PendingValues:
-    """What the kernels of ``lazymods._initial`` compute of the placeholders of some layers.
-
-    Args:
-        layers: AbstractModule and placeholders of each.
-        calling: Whether initializers of users may be called.
-    """
-
-    def __init__(self, layers: Sequence[tuple[AbstractModule, Mapping[Path, Any]]], calling: bool = True) -> None:
-        self.layers, self._calling = layers, calling
-        self._places = [(i, path) for i, (_, own) in enumerate(layers) for path in own]
-        self._plan = self._planned() if self._places and _compat.executing() else None
-
-    def _planned(self) -> Any:
-        from lazymods._initial.fill import InitBatch
-        from lazymods._layer.init_requests import request  # on first use: a model that is loaded never draws
-
-        known: dict[int, Any] = {}
-        requests, alive = [], []
-        for i, path in self._places:
-            abstract, own = self.layers[i]
-            pending = own[path].pending
-            alive.append(pending.keys)  # known has their identities
-            requests.append(request(abstract, abstract.slots[path], alive[-1], pending.dtype, known))
-        return InitBatch(requests, self._calling)
-
-    def describe(self) -> tuple[dict[int, tuple[str, bool]], int]:
-        """Say how each value is made, and whether as a whole, by its placeholder's id; and how many kernels draw."""
-        if self._plan is None:
-            return {}, 0
-        said = zip(self._places, self._plan.describe(), self._plan.made_whole(), strict=True)
-        return {id(self.layers[i][1][p]): (text, whole) for (i, p), text, whole in said}, len(self._plan.kernels())
-
-    def run(self) -> list[dict[Path, Any]]:
-        """Compute what is known to come out as the layers themselves would make it, by layer and path."""
-        out: list[dict[Path, Any]] = [{} for _ in self.layers]
-        shardings = [placement.place_of(self.layers[i][1][path]) for i, path in self._places]
-        made = self._plan.fill(shardings) if self._plan is not None else ()
-        for (i, path), array in zip(self._places, made, strict=True) if made else ():
-            if array is not None:
-                out[i][path] = array
-        return out
 
 
 # ---------------------------------------------------------------- many layers at once
@@ -260,8 +248,7 @@ def _readable(layer: Any, values: Mapping[str, Any]) -> tuple[AbstractModule, di
         return None
     held = own_slots(layer, abstract)
     own = _own(spec, {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)})
-    plain = _compat.are_concrete(k for v in own.values() for k in v.pending.leaves)
-    return (abstract, own) if plain and not any(v.pending.stacking.sizes for v in own.values()) else None
+    return (abstract, own) if _compat.are_concrete(k for v in own.values() for k in v.pending.leaves) else None
 
 
 def _taken(abstract: AbstractModule, own: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -317,7 +304,7 @@ def _check_carried(layer: Any, abstract: AbstractModule) -> None:
         where = _graph.place(layer, type(layer).__name__)
         got = "metadata of its Variables that follow from a size, in the first call inside a transform of Flax"
         needed = "a first call outside: such a transform carries values out, and no metadata"
-        write = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+        write = "lm.materialize(model, x)  # before the transform"
         raise UninitializedError(Problem(where, got, needed, write))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,10 +36,15 @@ from lazymods._initial.keys import is_key
 from lazymods._initial.pending import InitSource, PendingInit
 from lazymods._layer import first_call, lifecycle, structure
 from lazymods._model import hooks
+from lazymods._model.called import Called
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import TracedState
+from lazymods._refusals import refuse_array
 
 INDEX = _compat.own_name("index")
+
+Producers = dict[int, tuple[str, Sequence[Any], dict[str, Any]]]
+"""By the id of a traced value the name of the operation that made it, its operands and its parameters."""
 
 
 @dataclasses.dataclass
@@ -106,13 +111,16 @@ class AbstractCall:
     """One abstract run.
 
     Args:
-        model: The model; it is left as it is.
+        model: The model, or a method of it; it is left as it is.
         args: Arrays, specs and anything else that its call takes.
         kwargs: Keyword arguments.
         run: What is run instead of the model's call: it gets the copies and the arguments. ``model`` is then a list of
             what it reaches.
+        look: Called at each call of a module with its path, the traced arguments, and what made each traced value.
 
     Attributes:
+        called: What it calls.
+        model: The model.
         hidden: nnx objects that the call can reach and that Flax does not see, by their path; not what is in those.
         everything: The model, and what is hidden.
         visits: The lazy layers that were reached, in the order in which they were.
@@ -127,8 +135,13 @@ class AbstractCall:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         run: Callable[..., Any] | None = None,
+        look: Callable[[Path, Sequence[Any], Producers], None] | None = None,
     ) -> None:
-        self.model = model
+        refuse_array(model, args)
+        self.called = Called(model)
+        self.model, self._look = self.called.model, look
+        model = self.model
+        self._producers: Producers = {}
         self._call_copy = run
         self.inputs = first_call.as_specs((args, kwargs))
         self._arguments = CallArguments(*self.inputs)
@@ -159,6 +172,7 @@ class AbstractCall:
         """
         while True:
             self.visits, self.calls, self._stack = {}, {}, []
+            self._producers.clear()
             known = len(self._early)
             try:
                 with self._active():
@@ -194,12 +208,15 @@ class AbstractCall:
             _forget_keys(variables)
             self._prepare()
             args, kwargs = self._arguments.put_together(given, list(map(copies.of, self._arguments.modules)))
-            output = self._call(copies.of(self.model), args, kwargs)
+            output = self._call(self.called.of(copies.of(self.model)), args, kwargs)
+            if self.called.is_method:  # which is not followed
+                self.calls[()] = Call((), *self.inputs, output=first_call.as_specs(output))
             _finish(list(map(copies.of, self.roots)))
             self.finished = copies.of(self.model)
             return _arrays_only(output)
 
-        self.output = _compat.abstract.call_abstractly(traced, self._arguments.arrays)
+        producers = None if self._look is None else self._producers
+        self.output = _compat.abstract.call_abstractly(traced, self._arguments.arrays, producers)
 
     def twin(self, node: Any) -> Any:
         """Return the copy of an nnx object in the last run."""
@@ -245,7 +262,7 @@ class AbstractCall:
                     self._where(),
                     describe_call(call.args, call.kwargs),
                     f"an input that the layer takes; it says: {one_line(error)}",
-                    "the call again with another input",
+                    "lm.materialize(model, x)  # with another input",
                 )
             ) from error
         except Exception as error:
@@ -269,6 +286,8 @@ class AbstractCall:
     def _follow(self, node: Any, path: Path) -> None:
         def enter(called: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             specs = first_call.as_specs((args, kwargs))
+            if self._look is not None:
+                self._look(path, [*args, *kwargs.values()], self._producers)
             self._stack.append(Call(path, *specs, module=node, stacked=called is not node and _is_slice(called, node)))
 
         def leave(_: Any, args: tuple[Any, ...], output: Any) -> None:
@@ -301,7 +320,7 @@ class AbstractCall:
                     _own_name(layer),
                     "a lazy layer that is no part of the model, reached by its forward",
                     "every lazy layer as an attribute of the model, so that it can be sized with it",
-                    "self.layer = layer, in the model's __init__",
+                    "self.layer = layer  # in the model's __init__",
                 )
             )
         args, kwargs = first_call.as_specs((args, kwargs))
@@ -374,7 +393,7 @@ class AbstractCall:
                     _graph.place(layer, _own_name(layer)),
                     f"{describe_call(args, kwargs)} ({_show(values)}) after {first} ({_show(visit.values)})",
                     "the same sizes at every call: its parameters have one shape",
-                    "a layer of its own for each width",
+                    "self.other = lm.LazyLinear(features, rngs=rngs)  # a layer of its own for each width",
                 )
             )
 

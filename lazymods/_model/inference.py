@@ -19,7 +19,7 @@ from lazymods._graph import STATE, Path, dotted
 from lazymods._initial.keys import is_key
 from lazymods._initial.pending import PendingInit
 from lazymods._initial.placement import places_of
-from lazymods._layer import first_call, lifecycle
+from lazymods._layer import first_call, lifecycle, param_dtypes
 from lazymods._layer.drawing import note_draws
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedVariable
@@ -33,7 +33,7 @@ from lazymods._snapshot import Snapshot
 
 
 def infer_shapes(
-    model: nnx.Module,
+    model: nnx.Module | Callable[..., Any],
     *args: Any,
     mesh: AnyMesh | None = None,
     rules: Rules | None = None,
@@ -45,7 +45,7 @@ def infer_shapes(
     With a mesh it also plans where the parameters go, and says how many bytes a device then holds.
 
     Args:
-        model: An nnx module, lazy or not.
+        model: An nnx module, lazy or not; or a method of one, where that is what is called.
         *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
         mesh: As for :func:`materialize`; a ``jax.sharding.AbstractMesh`` plans for devices that nobody has.
         rules: As for :func:`materialize`.
@@ -57,6 +57,7 @@ def infer_shapes(
         A report with a row for each layer, the output's shapes and dtypes, and totals. It prints as a table.
 
     Raises:
+        ArgumentError: If the model has no ``__call__``.
         ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
         LazyError: If parameters do not fit on the mesh; it lists all of them.
         ArgumentError: If mesh, rules or optimizer are none, or there are rules without a mesh.
@@ -72,12 +73,12 @@ def infer_shapes(
     places = Places(mesh, rules)
     with lifecycle.LOCK, _no_collections():
         session = AbstractCall(model, args, kwargs).run()
-        report = places.in_report(report_of(model, session, _plan(session, calling=False)))
+        report = places.in_report(report_of(session.model, session, _plan(session, calling=False)))
         return report if optimizer is None else with_optimizer(report, session.finished, optimizer)
 
 
 def materialize(
-    model: nnx.Module,
+    model: nnx.Module | Callable[..., Any],
     *args: Any,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
@@ -97,7 +98,7 @@ def materialize(
     each makes the same call.
 
     Args:
-        model: An nnx module.
+        model: An nnx module; or a method of one, where that is what is called.
         *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
         mesh: The devices over which the parameters are spread. None: the mesh of ``jax.set_mesh``, if there is one.
         rules: Where they go: pairs of a regular expression and a ``PartitionSpec``, of which the first whose expression
@@ -114,6 +115,7 @@ def materialize(
         The report of :func:`infer_shapes`, with ``unreached``.
 
     Raises:
+        ArgumentError: If the model has no ``__call__``.
         ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
         UninitializedError: If a layer's ``initialize_parameters`` leaves a parameter empty.
         LazyError: If parameters do not fit on the mesh; it lists all of them, and nothing is made.
@@ -156,6 +158,8 @@ def _materialize(
         place = contextlib.nullcontext() if drawn_on is None else jax.default_device(drawn_on)
         try:
             changed = _set_dtype(session.everything, dtype)
+            noted = _follow(session.everything, dtype)
+            session = start() if noted else session  # which copies attributes as they were when it was made
             session.run()
             empty = {e.path for e in _graph.entries(session.everything) if _graph.is_placeholder(e.value)}
             with place:
@@ -171,10 +175,14 @@ def _materialize(
                     if not made_some or not _graph.lazy_nodes(session.everything):
                         break
                     changed += _set_dtype(session.everything, dtype)  # of layers that initialize_parameters made
+                    noted += _follow(session.everything, dtype)
                     session = start().run()
             for variable, pending in changed:
                 if _graph.is_placeholder(variable):  # not reached: as before
                     variable.set_raw_value(pending)
+            for layer, name, value in noted:
+                if _graph.has_uninitialized_params(layer):
+                    put(layer, (name,), value)
             _cast(session.everything, empty, dtype)
             if places is not None and places.mesh is not None:
                 bring(session, places)
@@ -195,6 +203,11 @@ def initialize(reach: list[Any], run: Callable[..., Any], arrays: list[Any]) -> 
         arrays: Arrays that it takes.
     """
     _materialize(lambda: AbstractCall(reach, (arrays,), {}, run), None, None, None)
+
+
+def initialize_called(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Initialize the lazy layers that a call of a model would reach, whatever the names of its arguments."""
+    _materialize(lambda: AbstractCall(model, args, kwargs), None, None, None)
 
 
 @contextlib.contextmanager
@@ -278,6 +291,12 @@ def _cast(model: Any, paths: set[Path], dtype: Any) -> None:
         raw = value.get_raw_value()
         if jnp.issubdtype(raw.dtype, jnp.floating) and raw.dtype != dtype:
             value.set_raw_value(raw.astype(dtype))
+
+
+def _follow(model: Any, dtype: Any) -> list[tuple[Any, str, Any]]:
+    """Let lazy layers compute in the dtype that their parameters get; return what they noted before."""
+    lazy = [layer for _, layer in _graph.lazy_nodes(model)] if dtype is not None else []
+    return param_dtypes.follow(node for layer in lazy for _, node in _graph.nodes(layer))
 
 
 def _set_dtype(model: Any, dtype: Any) -> list[tuple[UninitializedVariable, PendingInit]]:

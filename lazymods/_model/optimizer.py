@@ -92,7 +92,7 @@ class LazyOptimizer(nnx.Optimizer[Any]):
                     type(self).__name__,
                     f"an update while {', '.join(left)} are uninitialized",
                     "parameters with values, to make the optimizer's state from",
-                    "lm.materialize(model, x) before; for a layer that the loss does not reach: call it once, "
+                    "lm.materialize(model, x)  # before; a layer that the loss does not reach: call it once, "
                     "remove it, or leave it out of wrt",
                 )
             )
@@ -121,7 +121,7 @@ class LazyOptimizer(nnx.Optimizer[Any]):
                     type(self).__name__,
                     "a use of .opt_state",
                     "the model's parameters, which have no values yet",
-                    "lm.materialize(model, x), then optimizer.update(model, grads)",
+                    "lm.materialize(model, x); optimizer.update(model, grads)",
                 )
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

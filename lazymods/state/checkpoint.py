@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import warnings
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import jax
@@ -16,36 +16,44 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from lazymods import _graph
-from lazymods._error_lists import cause_of
-from lazymods._errors import StateDictError, describe
+from lazymods._error_lists import cause_of, collapsed
+from lazymods._errors import describe
 from lazymods._initial.keys import is_key
-from lazymods._layer import lifecycle
+from lazymods._layer import lifecycle, stacks
 from lazymods._shardings import Rules
-from lazymods.state import names
+from lazymods.state import modes
+from lazymods.state.beside import Beside
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
-from lazymods.state.files.opening import read_checkpoint
-from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, check_booleans, printable, refuse
+from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, check_booleans, is_mapped, printable, refuse
+from lazymods.state.flow import Rename, has_array_rules
 from lazymods.state.load import LoadResult, Origin, load_entries
 from lazymods.state.load_plan import is_spread_place
-from lazymods.state.names import Rename
 from lazymods.state.parts import may_fit, part_of
 from lazymods.state.placing import Placing, is_placed, placing_for
+from lazymods.state.prepared import Prepared, prepare, why_missing
 from lazymods.state.progress import progress_bar
+from lazymods.state.sources import read_source
+from lazymods.state.way_back import WayBack, forget_values, same_entries
 
 LAYOUTS = ("flax", "torch")
 
 def load(
     model: nnx.Pytree | MutableMapping[str, Any],
-    path: str | os.PathLike[str],
+    source: str | os.PathLike[str] | Mapping[str, Any] | Any,
     *,
     layout: str = "flax",
     rename: Rename | None = None,
     flatten: Mapping[str, Sequence[int]] | None = None,
+    root: str | None = None,
+    variant: str | None = None,
+    ignore: str | Sequence[str] = (),
+    missing: str | Sequence[str] = (),
     strict: bool = True,
     mismatched: str = "error",
     dtype: Any = None,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
+    mode: str | None = None,
     progress: bool | None = None,
 ) -> LoadResult:
     """Load a checkpoint into a model, lazy or not.
@@ -58,22 +66,34 @@ def load(
     Args:
         model: An nnx module, or any nnx object, also one that ``nnx.eval_shape`` made; or a dict of a training state
             as :func:`save` takes it, whose numbers and texts are set in it: a number of another type takes the file's.
-        path: A file or folder; its format is told by its content, then by its name: safetensors, an index of sharded
+        source: A file or folder; its format is told by its content, then by its name: safetensors, an index of sharded
             files (``*.index.json``), a Hugging Face folder, npz, an Orbax folder, or a PyTorch file, which is
             read without PyTorch and never run. Of one that holds several mappings of tensors (a model's, an
-            optimizer's) the one that fits is taken.
+            optimizer's) the one that fits is taken. Or arrays in memory: a mapping from names, nested or not, to
+            arrays of numpy, JAX or PyTorch, what :func:`open` gives, or a ``torch.nn.Module``.
         layout: ``"flax"``, or ``"torch"`` for names and layouts as PyTorch's modules have them: each module of the
             model reads those of its PyTorch counterpart.
-        rename: From a name of the file to a name of the model, before the layout: a mapping (other names stay), a list
-            of pairs ``(pattern, replacement)`` for ``re.sub``, or a function. None for a name drops the entry. Without
-            it, names are matched over the frequent differences: ``layers_0`` for ``layers.0``, slashes for dots, ``0``
+        rename: From a name of the file to a name of the model, before the layout: a mapping (other names stay), a
+            function, or a list of pairs ``(pattern, replacement)`` for ``re.sub`` and of the array rules of
+            :mod:`lazymods.rules`, applied in order. None for a name drops the entry. What it leaves as it is, is
+            matched over the frequent differences: ``layers_0`` for ``layers.0``, slashes for dots, ``0``
             for ``layers.0`` in an ``nnx.Sequential``, the prefixes ``module.``, ``_orig_mod.``, ``model.``,
-            ``params.`` and ``batch_stats.``, and a norm's ``weight``, ``running_mean`` and ``running_var``.
+            ``params.`` and ``batch_stats.``, any one prefix that many names have (``bert.``) or lack, a norm's
+            ``weight``, ``running_mean`` and ``running_var``, ``weight_ih_l1`` for the second of a list of recurrent
+            layers, PEFT's names of adapters.
         flatten: With ``layout="torch"``, for a Linear after a flatten, the shape ``(H, W, C)`` that is flattened, by
             the Linear's path: PyTorch flattens channels first.
+        root: The part of the file that is meant, by what its names begin with: ``"model_ema"``; None: the one that
+            fits, or the whole.
+        variant: Of a folder, the variant of its files: ``"fp16"`` for ``model.fp16.safetensors``.
+        ignore: Regular expressions, searched for in the names of entries that the model has no parameter for: these
+            are left out. Buffers that are known (position numbers, causal masks, rotary frequencies, counters) are
+            left out with ``layout="torch"`` without it.
+        missing: Regular expressions, searched for in the model's names: these may be missing.
         strict: Whether missing and unexpected entries are errors.
         mismatched: ``"error"``, or ``"skip"`` to leave out entries whose shape does not fit, and list them.
-        dtype: The dtype that the floating-point parameters (``nnx.Param``) get that are loaded; None: each keeps its
+        dtype: The dtype that the floating-point parameters (``nnx.Param``) get that are loaded, and that their layers
+            compute in where they follow ``param_dtype``; ``"file"``: each gets that of its entry. None: each keeps its
             own, as statistics, an optimizer's moments and raw arrays do.
         mesh: The devices that the arrays go to, as ``rules`` say; each process reads what its own hold. None: the mesh
             of ``jax.set_mesh``, else each array stays where the model has it.
@@ -81,10 +101,13 @@ def load(
             name, or a function of name, shape and dtype that returns a PartitionSpec or None. What no rule names
             follows its ``out_sharding`` metadata; what has none is copied to each device. In a training state the
             names are those of the module itself, and an optimizer's state goes where its parameter does.
+        mode: ``"eval"`` or ``"train"``: the mode that the model is put in, as by ``model.eval()``. None: it stays in
+            its own, training for Flax's layers, and the result says so where that matters.
         progress: Show a progress bar on stderr; None: on a terminal, for long loads.
 
     Returns:
-        What was missing, unexpected and mismatched; ``matched`` says what came from where.
+        What was missing, unexpected and mismatched; ``matched`` says what came from where, ``ignored`` what was left
+        out, ``notes`` what else there is to say.
 
     Raises:
         CheckpointError: If the file is not what it claims to be.
@@ -92,12 +115,16 @@ def load(
         UninitializedError: If a lazy layer is an argument of a transform of Flax that cannot carry new parameters out.
         LazyError: If parameters do not fit on the mesh; it lists all of them.
         FileNotFoundError: If there is no such file.
-        TypeError: If the model is neither an nnx object nor a dict or list that can be written to.
+        TypeError: If the model is neither an nnx object nor a dict or list that can be written to, or the source or
+            ``rename`` is none.
         ValueError: If an argument has no such choice.
 
     Warns:
-        UserWarning: If two parameters of the model are one in the file; if a matrix of 8-bit numbers, as quantized
-            weights are stored, goes into wider floats; or if, with ``strict=False``, nothing at all was loaded.
+        UserWarning: If a part of ``rename`` fits no entry, or drops one that the model then misses; if two parameters
+            of the model are one in the file; if a matrix of 8-bit numbers, as quantized weights are stored, goes into
+            wider floats; if ``config.json`` beside the file has another activation function, or epsilon of the norms;
+            or if, with ``strict=False``, nothing at all was loaded, statistics of a BatchNorm were not, or an output
+            layer was left to chance or left out that the embedding may stand for.
 
     Example:
         >>> import tempfile, lazymods as lm
@@ -110,35 +137,55 @@ def load(
         >>> layer.in_features
         3
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
-    if flatten and layout != "torch":
-        raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
-    if dtype is not None and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
+    _check_options(layout, flatten, dtype, mode)
     placing = placing_for(mesh, rules)
-    with lifecycle.LOCK:
+    ignored, may_miss = _patterns("ignore", ignore), _patterns("missing", missing)
+    with lifecycle.LOCK, stacks.apart(abstract=True):
         survey = Survey(model)
 
-        def read(file: Checkpoint) -> tuple[Checkpoint, dict[str, Any], dict[str, tuple[str, ...]]]:
-            part, entries, sources = part_of(survey, file, lambda p: _entries(survey, p, layout, rename, flatten))
-            return part, _values(survey, entries, placing), sources
+        def read(file: Checkpoint) -> tuple[Checkpoint, Prepared, str, dict[str, Any], Collection[str], Beside]:
+            def reader(part: Checkpoint) -> Prepared:
+                return prepare(survey, part, layout, rename, flatten)
 
-        file, entries, sources = read_checkpoint(path, read)
+            part, prepared, begin = part_of(survey, file, reader, root)
+            beside = Beside(survey, part, prepared, layout, flatten)
+            prepared = beside.prepared
+            return part, prepared, begin, _values(survey, prepared.entries, placing), file.roots, beside
+
+        as_stored = layout == "torch" or has_array_rules(rename)
+        file, prepared, begin, entries, roots, beside = read_source(source, read, as_stored=as_stored, variant=variant)
         _check_booleans(entries, file)
         _check_key_kinds(survey.places, entries, file)
         _warn_of_quantized(survey.places, entries, file)
+        left = _ignored(survey, prepared, layout, ignored)
+        report = _Report(survey, file, layout, flatten, prepared)
+
+        def may_be_missing(name: str) -> bool:
+            return any(pattern.search(name) for pattern in may_miss)
+
+        def finish(result: LoadResult) -> None:
+            report.warn(result)
+            for text in beside.remarks(result, entries, may_be_missing):
+                warn(f"{printable(file.path.name)}: {text}")
+            beside.finish(result, mode)
+
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
         with progress_bar(progress, f"loading {printable(file.path.name)}", total) as advance:
-            owned = {id(value) for value in entries.values()}
-            weak = _weak(file, sources)
-
-            def warn(result: LoadResult) -> None:
-                if not result.matched and entries and survey.places:
-                    _warn_of_nothing(result, file)
-                _warn_of_untied(survey.places, file, sources)
-
-            origin = Origin(_called(file), sources, owned, advance, layout == "flax", weak, warn, placing)
+            origin = Origin(
+                file.title,
+                {name: tuple(f"{begin}{s}" for s in found) for name, found in prepared.sources.items()},
+                _owned(file, entries),
+                advance,
+                layout == "flax",
+                _weak(file, prepared.sources),
+                finish,
+                left,
+                may_be_missing,
+                report.why_missing,
+                [f"nothing of the file fits {text}, of rename" for text in prepared.flow.unused],
+                beside.wrong_heads(),
+                placing,
+            )
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if is_training_state(model):
                 from lazymods.state import training  # with the optimizers, which many loads do without
@@ -146,11 +193,138 @@ def load(
                 result = training.load_entries(model, entries, **options)
             else:
                 result = load_entries(model, entries, survey=survey, **options)
+    result.ignored = [begin + s for name in left for s in prepared.sources[name]]
+    result.root = begin.rstrip(".")
+    result.notes = [*_notes(left, begin, roots), *prepared.notes, *result.notes]
+    result.way_back = _way_back(file, layout, flatten, prepared, result, left)
     return result
 
 
-def _called(file: Checkpoint) -> str:
-    return f"the checkpoint {printable(str(file.path), 5000)}"
+def _check_options(layout: str, flatten: Mapping[str, Sequence[int]] | None, dtype: Any, mode: str | None) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+    if flatten and layout != "torch":
+        raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
+    keeps = isinstance(dtype, str) and dtype == "file"
+    if dtype is not None and not keeps and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
+    if mode is not None and mode not in modes.MODES:
+        raise ValueError(f"mode is one of {', '.join(map(repr, modes.MODES))}, got {mode!r}")
+
+
+def _patterns(what: str, given: str | Sequence[str]) -> list[re.Pattern[str]]:
+    listed = [given] if isinstance(given, str) else list(given)
+    if not all(isinstance(pattern, str) for pattern in listed):
+        raise TypeError(f"{what} is a regular expression, or several, got {given!r}")
+    return [re.compile(pattern) for pattern in listed]
+
+
+def _ignored(
+    survey: Survey, prepared: Prepared, layout: str, patterns: Sequence[re.Pattern[str]]
+) -> dict[str, str | None]:
+    """Return the entries without a parameter that need none, each with what it is: a buffer, or what was named."""
+    out: dict[str, str | None] = {}
+    for name, tensor in prepared.entries.items():
+        if name in survey.places or base_name(name) in survey.places:
+            continue
+        if any(pattern.search(n) for pattern in patterns for n in (name, *prepared.sources.get(name, ()))):
+            out[name] = None
+        elif layout == "torch":
+            from lazymods.state.buffers import known_buffer
+
+            what = known_buffer(name, tensor)
+            if what is not None:
+                out[name] = what
+    return out
+
+
+def _owned(file: Checkpoint, entries: Mapping[str, Any]) -> set[int]:
+    """Return the ids of the arrays whose memory JAX may take over: those of the file, and not somebody's own."""
+    if not file.in_memory:
+        return {id(value) for value in entries.values()}
+    return {id(value) for value in entries.values() if isinstance(value, np.ndarray) and is_mapped(value)}
+
+
+def _notes(left: Mapping[str, str | None], begin: str, roots: Collection[str]) -> list[str]:
+    notes = []
+    kinds: dict[str, list[str]] = {}
+    for name, what in left.items():
+        kinds.setdefault(what or "as asked", []).append(name)
+    for what, found in kinds.items():
+        names = collapsed(found)
+        notes.append(f"ignored {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({what})")
+    others = [root for root in roots if f"{root}." != begin]
+    if begin and others:
+        notes.append(f"taken from {printable(begin[:-1])!r}, beside {', '.join(map(printable, others[:8]))}")
+    return notes
+
+
+def _way_back(
+    file: Checkpoint,
+    layout: str,
+    flatten: Mapping[str, Sequence[int]] | None,
+    prepared: Prepared,
+    result: LoadResult,
+    left: Mapping[str, str | None],
+) -> WayBack:
+    """Note what the way back needs."""
+    flow, final = prepared.flow, prepared.final
+    loaded = {name for model_name in result.matched for name in prepared.laid.get(model_name, ())}
+    buffers = [name for name, what in left.items() if what is not None]
+    file_name = {id(entry): name for name, entry in flow.originals.items()}
+    kept = {}
+    for name in {*prepared.swallowed, *buffers} & final.keys() - loaded:
+        entry = final[name]
+        if id(entry) in file_name and isinstance(entry.tensor, StoredTensor):
+            values = np.asarray(entry.tensor.read())
+            kept[file_name[id(entry)]] = np.array(values) if file.in_memory else values
+    used = {source for name in loaded for source in final[name].sources}
+    tied: dict[str, str] = {}
+    dropped = [d.entry for d in flow.dropped] + [final[name] for name, what in left.items() if what is None]
+    doubles = same_entries([e for e in dropped if id(e) in file_name], [flow.originals[name] for name in used])
+    for group in (*([kept_name, alias] for alias, kept_name in file.aliases.items()), *file.ties, *doubles):
+        found = [name for name in group if name in used]
+        tied |= {name: found[0] for name in group if found and name not in used}
+    forget_values(flow)
+    stacked = {name: levels for name, levels in prepared.stacked.items() if name in result.matched}
+    return WayBack(layout, flatten, flow.originals, flow.applied, final, frozenset(loaded), kept, tied, stacked)
+
+
+class _Report:
+    """What is said of a load when it is known what it has left out."""
+
+    def __init__(
+        self,
+        survey: Survey,
+        file: Checkpoint,
+        layout: str,
+        flatten: Mapping[str, Sequence[int]] | None,
+        prepared: Prepared,
+    ) -> None:
+        self.survey, self.file, self.prepared = survey, file, prepared
+        self.layout, self.flatten = layout, flatten
+
+    def _dropped(self, missing: Sequence[str]) -> dict[str, tuple[str, str]]:
+        return why_missing(self.survey, self.file, self.layout, self.flatten, self.prepared, missing)
+
+    def why_missing(self, missing: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """Return what was got for names without an entry that a rename has dropped, and the line to write."""
+        line = "a narrower pattern in rename"
+        return {
+            name: (f"no entry: {by} of rename has dropped {source} of {self.file.title}", line)
+            for name, (source, by) in self._dropped(missing).items()
+        }
+
+    def warn(self, result: LoadResult) -> None:
+        """Warn of what a user is not to find out later."""
+        if not result.matched and self.prepared.entries and self.survey.places:
+            _warn_of_nothing(result, self.file)
+        _warn_of_untied(self.survey.places, self.file, self.prepared.sources)
+        called = printable(self.file.path.name)
+        if self.prepared.flow.unused:
+            warn(f"{called}: nothing fits {', '.join(map(printable, self.prepared.flow.unused))}, of rename")
+        for name, (source, by) in self._dropped(result.missing).items():
+            warn(f"{called}: {by} of rename has dropped {printable(source)}, and the model has no {name} now")
 
 
 def _weak(file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> set[str]:
@@ -158,33 +332,6 @@ def _weak(file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> set[str]:
     if not file.weak:
         return set()
     return {new for new, old in sources.items() if any(file.aliases.get(name, name) in file.weak for name in old)}
-
-
-def _entries(
-    survey: Survey,
-    file: Checkpoint,
-    layout: str,
-    rename: Rename | None,
-    flatten: Mapping[str, Sequence[int]] | None,
-) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """Return what the file holds by the model's names, and the names in the file."""
-    stored = dict(file.tensors) | {alias: file.tensors[kept] for alias, kept in file.aliases.items()}
-    if rename is None:
-        origins, problems = names.matched(survey, stored, leaves=layout == "flax"), []
-    else:
-        origins, problems = names.renamed(stored, names.as_function(rename))
-    entries = {new: stored[name] for new, name in origins.items()}
-    sources = {new: (name,) for new, name in origins.items()}
-    if layout == "torch" and not problems:
-        from lazymods.state.layouts import from_torch
-
-        imported = from_torch(survey.model, entries, flatten)
-        sources = {n: tuple(origins[s] for s in imported.sources.get(n, (n,))) for n in imported.entries}
-        entries, problems = imported.entries, imported.problems
-    if problems:
-        heading = f"{_called(file)} does not fit {type(survey.model).__name__}; nothing was loaded"
-        raise StateDictError(*problems, heading=heading)
-    return entries, sources
 
 
 def _values(survey: Survey, entries: Mapping[str, Any], placing: Placing | None) -> dict[str, Any]:
@@ -236,7 +383,12 @@ def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], fi
             raise refuse(file.path, f"a random key of the kind {printable(got)}", needed, tensor=name) from error
 
 
-def _warn(text: str) -> None:
+def _is_spread(value: np.ndarray[Any, Any]) -> bool:
+    """Say whether an array is one value in all places, as what was not read is."""
+    return value.size > 1 and not any(value.strides)
+
+
+def warn(text: str) -> None:
     """Warn at the line that called :func:`load`."""
     frame, level = inspect.currentframe(), 1
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "lazymods":
@@ -266,13 +418,13 @@ def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], 
         what = "hold numbers of 8 bits or less, as quantized weights do, and are loaded without scales"
         left = f"; the file has {printable(', '.join(scales[:3]))}" if scales else ""
         text = f"{printable(file.path.name)}: {printable(shown)} {what}{left}"
-        _warn(text)
+        warn(text)
 
 
 def _warn_of_nothing(result: LoadResult, file: Checkpoint) -> None:
     cause = cause_of(result.missing, result.unexpected)
     why = f": {cause[0]}; write {cause[1]}" if cause else ""
-    _warn(f"{printable(file.path.name)}: nothing was loaded, no name fits the model{why}")
+    warn(f"{printable(file.path.name)}: nothing was loaded, no name fits the model{why}")
 
 
 def _is_wider_float(value: Any) -> bool:
@@ -299,4 +451,4 @@ def _warn_of_untied(places: Mapping[str, Place], file: Checkpoint, sources: Mapp
             line = f"To tie them: model.{a} = model.{b}"
         else:  # an nnx.Linear has the transpose of what an nnx.Embed has
             line = "To use one for both: nnx.Embed.attend"
-        _warn(f"{told}; both are filled, and will train apart. {line}")
+        warn(f"{told}; both are filled, and will train apart. {line}")

@@ -20,10 +20,10 @@ from lazymods._errors import (
     describe,
     located,
 )
-from lazymods._graph import MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
+from lazymods._graph import LOCAL, MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
 from lazymods._initial import placement
 from lazymods._initial.shards import put as put_on_mesh
-from lazymods._layer import first_call, held, lifecycle, structure
+from lazymods._layer import first_call, held, lifecycle, param_dtypes, stacks, structure
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
 from lazymods._layer.drawing import note_draws
@@ -32,7 +32,8 @@ from lazymods._layer.placeholder import UninitializedArray
 from lazymods._memory import Incoming, transfer
 from lazymods._snapshot import Snapshot
 from lazymods._spread import goes_to_several
-from lazymods.state import by_trial
+from lazymods.state import by_trial, tied_heads
+from lazymods.state import missing as missing_entries
 from lazymods.state.entries import Place, Survey, home_trace, is_buffer, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread
 from lazymods.state.load_plan import LoadPlan, Write, is_spread_place, make_plan
@@ -55,6 +56,11 @@ class LoadResult(_Lists):
         unexpected: Entries without a parameter.
         mismatched: Entries whose shape does not fit, left out by ``mismatched="skip"``.
         matched: What was loaded: for each name of the model the names, in the state dict or file, that it came from.
+        ignored: Entries that the model has no parameter for and that were left out: known buffers, and what ``ignore``
+            names.
+        root: The part of the file that was loaded, of one that holds several; else ``""``.
+        notes: What else is to be said, in sentences.
+        way_back: What :func:`lazymods.export_torch` needs to undo the load.
     """
 
     def __new__(
@@ -64,12 +70,20 @@ class LoadResult(_Lists):
         mismatched: list[str],
         matched: Mapping[str, tuple[str, ...]] | None = None,
     ) -> LoadResult:
-        """Make a result; ``matched`` is no part of the tuple."""
+        """Make a result; only the three lists are in the tuple."""
         self = super().__new__(cls, missing, unexpected, mismatched)
         self.matched = dict(matched or {})
+        self.ignored = []
+        self.root = ""
+        self.notes = []
+        self.way_back = None
         return self
 
     matched: dict[str, tuple[str, ...]]
+    ignored: list[str]
+    root: str
+    notes: list[str]
+    way_back: Any
 
     @property
     def missing_keys(self) -> list[str]:
@@ -82,10 +96,12 @@ class LoadResult(_Lists):
         return self.unexpected
 
     def __repr__(self) -> str:
-        """Say that all matched, or list what did not."""
+        """Say that all matched, or list what did not, and what else there is to say."""
+        notes = "".join(f"; {note}" for note in self.notes)
         if not any(self):
-            return "<All keys matched successfully>"
-        return f"LoadResult(missing={self.missing}, unexpected={self.unexpected}, mismatched={self.mismatched})"
+            return f"<All keys matched successfully{notes}>"
+        lists = f"missing={self.missing}, unexpected={self.unexpected}, mismatched={self.mismatched}"
+        return f"LoadResult({lists}{notes})"
 
 
 
@@ -100,6 +116,11 @@ class Origin(NamedTuple):
         is_flax_file: Whether it is a file that was taken for one of Flax's names and layouts.
         weak: The names whose values are of weak type, although they are arrays of numpy.
         warn: Called with the result; what it raises undoes the load, as a warning does that is an error.
+        ignored: Names of entries that need no parameter.
+        may_miss: Says of a name whether the model may have no entry for it.
+        why_missing: Returns, for names without an entry, what was got instead and the line to write, where it is known.
+        remarks: What an error says below its heading.
+        problems: What is wrong with the entries beside what does not fit.
         placing: Where on a mesh the arrays go; None: where the model has them.
     """
 
@@ -110,6 +131,11 @@ class Origin(NamedTuple):
     is_flax_file: bool = False
     weak: Collection[str] = frozenset()
     warn: Callable[[LoadResult], None] | None = None
+    ignored: Collection[str] = ()
+    may_miss: Callable[[str], bool] = lambda name: False
+    why_missing: Callable[[Sequence[str]], Mapping[str, tuple[str, str]]] = lambda names: {}
+    remarks: Sequence[str] = ()
+    problems: Sequence[Problem] = ()
     placing: Placing | None = None
 
     def in_parts(self, place: Place) -> bool:
@@ -137,18 +163,26 @@ def load_entries(
         entries: Arrays by the model's names.
         strict: Whether missing and unexpected entries are errors.
         mismatched: ``"error"`` or ``"skip"``.
-        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get, or ``"file"`` for the one that each has
+            among ``entries``; None: each its own.
         origin: Where they come from; None: somebody's state dict.
         survey: The model, if it has been walked already.
     """
     if mismatched not in ("error", "skip"):
         raise ValueError(f'mismatched is "error" or "skip", got {mismatched!r}')
     origin = origin or Origin()
+    if LOCAL.apart is None:
+        with stacks.apart(abstract=True):
+            return load_entries(
+                model, entries, strict=strict, mismatched=mismatched, dtype=dtype, origin=origin, survey=survey
+            )
     with lifecycle.LOCK:
         survey = survey or Survey(model)
         given = dict(entries)
+        found = origin.sources
         if survey.hooked:
-            given = _run_pre_hooks(survey, given, strict)
+            before, given = given, _run_pre_hooks(survey, dict(given), strict)
+            found = _found_by_hooks(before, given, origin)
             survey = Survey(model)  # a hook may do anything
         entries = decoded(given, survey.places)
         options = {"skip": mismatched == "skip", "dtype": dtype, "in_parts": origin.in_parts}
@@ -162,26 +196,46 @@ def load_entries(
                 given = {n: _read(v, survey.places.get(n), origin) for n, v in given.items()}
                 entries = decoded(given, survey.places)
                 plan = make_plan(survey, entries, fitted=fitted, **options)
-            matched = {name: origin.sources.get(name, (name,)) for name in plan.writes}
-            result = LoadResult(plan.missing, plan.unexpected, plan.mismatched, matched)
+            matched = {name: found.get(name, (name,)) for name in plan.writes}
+            unexpected = [name for name in plan.unexpected if name not in origin.ignored]
+            result = LoadResult(plan.missing, unexpected, plan.mismatched, matched)
             after = [n for _, n in survey.hooked if hooks_of(n, "load_state_dict_post")]
             _raise_problems(plan, result, origin, strict=strict and not after)
             snapshot = snapshot or Snapshot(model)
             snapshot.keep(w.current for w in plan.writes.values() if is_buffer(w.current))
             with _compat.at_trace(home_trace(model)):  # what is written must outlive the current trace
                 _write(plan, origin)
+                LOCAL.apart.put_together()
                 if origin.placing is not None and plan.leaves_some:
-                    origin.placing.move_rest(Survey(model))
+                    with stacks.together():
+                        origin.placing.move_rest(Survey(model))
+            if dtype is not None:
+                param_dtypes.follow([node for _, node in _graph.nodes(model)])
             for node in reversed(after):  # children before parents
                 run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
             if origin.warn is not None:
                 origin.warn(result)
         except BaseException:
+            LOCAL.apart.restore()
             if snapshot is not None:
                 snapshot.restore()
             raise
     return result
+
+
+def _found_by_hooks(
+    before: Mapping[str, Any], given: Mapping[str, Any], origin: Origin
+) -> Mapping[str, tuple[str, ...]]:
+    """Return the names in the file of what hooks have left, moved or made; what they have made has none."""
+    if not origin.sources:
+        return {}
+    by_value = {id(value): name for name, value in before.items()}
+    out = {}
+    for name, value in given.items():
+        old = name if before.get(name) is value else by_value.get(id(value))
+        out[name] = () if old is None else origin.sources.get(old, (old,))
+    return out
 
 
 def _grow(plan: LoadPlan, fitted: Sequence[tuple[Any, AbstractModule]]) -> None:
@@ -228,23 +282,24 @@ def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[
 
 
 def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, strict: bool) -> None:
-    problems = list(plan.problems)
+    problems = [*origin.problems, *plan.problems]
     if strict:
-        problems += [
-            Problem(
-                name,
-                f"no entry in {origin.name}",
-                "an entry for each parameter of the model",
-                "an entry for it: lm.state_dict, or a checkpoint, of a model like this one",
-            )
-            for name in result.missing
-        ]
+        missing = [name for name in result.missing if not origin.may_miss(name)]
+        known = origin.why_missing(missing)
+        usual = (
+            f"no entry in {origin.name}",
+            "an entry for it: lm.state_dict, or a checkpoint, of a model like this one",
+        )
+        shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if missing else {}
+        for name in missing:
+            got, line = known.get(name) or missing_entries.cause_of(plan.places, name, shapes) or usual
+            problems.append(Problem(name, got, "an entry for each parameter of the model", line))
         for name in result.unexpected:
             got = f"{describe(plan.given[name])}, an entry" if name in plan.given else "an entry"
             line = "strict=False to leave it out"
             if origin.is_flax_file and name.rpartition(".")[2] in TORCH_LEAVES:
                 line = 'layout="torch", if PyTorch wrote the file'
-            line = _sizes_line(plan, name) or line
+            line = _sizes_line(plan, name) or _head_line(plan, name) or line
             problems.append(
                 Problem(name, f"{got} that the model has no parameter for", "only entries of the model", line)
             )
@@ -252,12 +307,19 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
     cause = cause_of(result.missing, result.unexpected)
     if cause is not None:
         heading += f"\n  cause:  {cause[0]}\n  write:  {cause[1]}"
+    heading += "".join(f"\n  note:   {remark}" for remark in origin.remarks)
     if plan.uninitialized:
         raise UninitializedError(*plan.uninitialized, *problems, heading=heading)
     if problems:
         error = StateDictError(*problems, heading=heading)
         error.missing, error.unexpected, error.mismatched = result
         raise error
+
+
+def _head_line(plan: LoadPlan, name: str) -> str | None:
+    """Say what to write for an entry that may be an output layer, where the model has the embedding for one."""
+    embeddings = {n: w.value for n, w in plan.writes.items() if tied_heads.is_embedding(w.place)}
+    return f"{tied_heads.LINE} for it" if tied_heads.untied(plan.given.get(name), embeddings) else None
 
 
 def _sizes_line(plan: LoadPlan, name: str) -> str | None:

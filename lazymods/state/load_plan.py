@@ -64,7 +64,8 @@ class LoadPlan:
         survey: The model.
         given: What is to be written, by name.
         skip: Whether entries whose shape does not fit are left out.
-        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get, or ``"file"`` for the one that each has
+            among ``given``; None: each its own.
         in_parts: Whether the values of a place are looked at when they are read, part by part.
 
     Attributes:
@@ -154,13 +155,17 @@ class LoadPlan:
         return self._made[key]
 
     def target_dtype(self, place: Place, stored: Any, made: Any = None) -> Any:
-        """Return the dtype that a value gets in a place: only parameters get the one that was asked for."""
+        """Return the dtype that a value gets in a place: only parameters get what was asked for."""
         dtype = _dtype_of(place.value) if made is None else made.dtype
         becomes_jax = place.lazy and not isinstance(made, np.ndarray)
         if dtype is None or becomes_jax:  # an array of JAX has no 64 bits unless they are enabled
             dtype = jax.dtypes.canonicalize_dtype(stored if dtype is None else dtype)
-        is_cast = self.dtype is not None and isinstance(place.owner, nnx.Param) and jnp.issubdtype(dtype, jnp.floating)
-        return self.dtype if is_cast else dtype
+        if self.dtype is None or not isinstance(place.owner, nnx.Param) or not jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+        if not (isinstance(self.dtype, str) and self.dtype == "file"):
+            return self.dtype
+        is_kept = jnp.issubdtype(stored, jnp.floating) and not isinstance(place.value, np.ndarray)
+        return jax.dtypes.canonicalize_dtype(stored) if is_kept else dtype
 
 
 def _may_be_drawn(value: Any) -> bool:
@@ -186,7 +191,8 @@ def make_plan(
         survey: The model.
         given: What is to be written, by name.
         skip: Whether to leave out what does not fit in shape.
-        dtype: The dtype that floating-point parameters (``nnx.Param``) get; None: each its own.
+        dtype: The dtype that floating-point parameters (``nnx.Param``) get, or ``"file"`` for the one that each has
+            among ``given``; None: each its own.
         fitted: Layers whose sizes are known by other ways than formulas, with their abstract modules.
         in_parts: Whether the values of a place are looked at when they are read, part by part.
     """

@@ -1,82 +1,36 @@
-"""From the names of a file to the names of a model: the ``rename`` argument, and the frequent differences.
+"""From the names of a file to the names of a model: the frequent differences need no ``rename``.
 
-Without a ``rename``, a name whose module is spelled otherwise than the model's (``layers_0`` for ``layers.0``,
-slashes for dots, PyTorch's ``0`` for ``layers.0`` in an ``nnx.Sequential``) or has a wrapper's or collection's prefix
-(``module.``, ``params.``) is matched to the one module that it can mean; so are Flax's names for what is the same array
-in other libraries (``running_mean`` for ``mean``).
+A name whose module is spelled otherwise than the model's (``layers_0`` for ``layers.0``, slashes for dots, PyTorch's
+``0`` for ``layers.0`` in an ``nnx.Sequential``) or has a wrapper's or collection's prefix (``module.``, ``params.``) is
+matched to the one module that it can mean; so are Flax's names for what is the same array in other libraries
+(``running_mean`` for ``mean``), the layers of PyTorch's stacked recurrent modules, and PEFT's names. One prefix that
+many names have and the model has not (``bert.``), or the model and not the file, is seen as well.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
 
-from lazymods._errors import Problem
-from lazymods._graph import dotted
+from lazymods._graph import Path, dotted
 from lazymods.state.entries import Survey, base_name
-
-Rename = Mapping[str, "str | None"] | Sequence[tuple[str, "str | None"]] | Callable[[str], "str | None"]
+from lazymods.state.flow import Rename as Rename
 
 PREFIXES = ("module", "_orig_mod", "model", "params", "batch_stats")
 _LEAVES = {"running_mean": "mean", "running_var": "var"}  # as PyTorch says; a norm's "weight" is told by its rank
-
-
-def as_function(rename: Rename | None) -> Callable[[str], str | None]:
-    """Return what gives the model's name, or None to drop an entry, for a name of the file.
-
-    Raises:
-        TypeError: If it is none of a mapping, pairs of regular expressions and a function.
-    """
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
-    if isinstance(rename, Mapping):
-        return lambda name: rename.get(name, name)
-    pairs_given = isinstance(rename, Sequence) and not isinstance(rename, str)
-    if not pairs_given or not all(isinstance(p, Sequence) and len(p) == 2 for p in rename):
-        raise TypeError(f"rename is a mapping, a list of pairs (pattern, replacement) or a function, got {rename!r}")
-    pairs = [(re.compile(pattern), replacement) for pattern, replacement in rename]
-
-    def substitute(name: str) -> str | None:
-        for pattern, replacement in pairs:
-            if replacement is None:
-                if pattern.search(name):
-                    return None
-            else:
-                name = pattern.sub(replacement, name)
-        return name
-
-    return substitute
-
-
-def renamed(names: Iterable[str], function: Callable[[str], str | None]) -> tuple[dict[str, str], list[Problem]]:
-    """Rename, and find names that meet.
-
-    Returns:
-        The file's name for each new name, in the file's order, and what is wrong.
-
-    Raises:
-        TypeError: If the function returns neither a name nor None.
-    """
-    out: dict[str, str] = {}
-    problems = []
-    for name in names:
-        new = function(name)
-        if new is None:
-            continue
-        if not isinstance(new, str):
-            raise TypeError(f"rename gives a name, or None to leave an entry out; for {name!r} it gave {new!r}")
-        if new in out:
-            got = f"two entries of the file, {out[new]} and {name}"
-            problems.append(Problem(new, got, "one entry for a name", f"a rename that gives None for {name}"))
-        else:
-            out[new] = name
-    return out, problems
+_NORM_LEAVES = {"gamma": "weight", "beta": "bias"}  # as TensorFlow and older files of transformers say
+_NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm)
+_LAYER = re.compile(r"((?:weight|bias)_(?:ih|hh|hr))_l(\d+)(_reverse)?")
+_LORA = re.compile(r"(^|\.)(lora_[AB])\.[^.]+\.weight$")  # with the name of one of several adapters
+_BASE = "base_layer."  # what PEFT wraps
+_MAX_PREFIX = 4  # parts
+_MAX_SAMPLE = 200  # names that are looked at for a prefix
+_BELOW = ("parametrizations", "lora_A", "lora_B", "base_layer")  # what stands below a module and is none in Flax
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "in_proj_weight", "in_proj_bias", "q_proj_weight")
 
 
 def matched(survey: Survey, tensors: Mapping[str, Any], *, leaves: bool) -> dict[str, str]:
@@ -85,89 +39,198 @@ def matched(survey: Survey, tensors: Mapping[str, Any], *, leaves: bool) -> dict
     Args:
         survey: The model.
         tensors: What the file holds, by name.
-        leaves: Whether the last part of a name may be Flax's word for it as well.
+        leaves: Whether the last part of a name may be Flax's word for it as well; else it is PyTorch's.
 
     Returns:
         The file's name for each new name; a name that cannot be matched is as it was.
     """
-    known, nodes = survey.places, survey.nodes
-    if tensors.keys() <= known.keys():
+    if tensors.keys() <= survey.places.keys():
         return {name: name for name in tensors}
-    paths = {dotted(path) for path, _ in nodes}
-    sequential = {path for path, node in nodes if isinstance(node, nnx.Sequential)}
-    spellings: dict[str, set[str]] = {}
-    for path, _ in nodes:
-        short = tuple(k for i, k in enumerate(path) if not (k == "layers" and path[:i] in sequential))
-        for spelling in (path, short):
-            spellings.setdefault(_canonical(dotted(spelling)), set()).add(dotted(path))
-    out: dict[str, str] = {}
-    wrapper = _wrapper(tensors, paths, spellings)
-    for name, tensor in tensors.items():
-        bare = name.removeprefix(wrapper)
-        is_known = bare in known or base_name(bare) in known
-        new = bare if is_known else _match(bare, tensor, paths, spellings, known if leaves else None)
-        if new in out or (new != name and new in tensors):
-            new = name
-        out[new] = name
-    return out
+    return _Matcher(survey, leaves).matched(tensors)
 
 
-def _wrapper(names: Collection[str], paths: Collection[str], spellings: Mapping[str, set[str]]) -> str:
-    """Return the prefixes of wrappers that all names have, where the model has a child of such a name or not.
+class _Matcher:
+    """The modules of a model, by all of their spellings."""
 
-    Without them no name may lead less far into the model than with them, and one must lead further.
-    """
-    parts = [name.split(".") for name in names]
-    shared = zip(min(parts, default=()), max(parts, default=()), strict=False)  # what these share, all do
-    left = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], shared)]
-    best = tried = ""
-    while left and left[0] in PREFIXES:
-        tried += f"{left.pop(0)}."
-        more = tried.count(".") - best.count(".")
-        gains = [
-            _depth(name.removeprefix(tried), paths, spellings)
-            - max(0, _depth(name.removeprefix(best), paths, spellings) - more)
-            for name in names
-        ]
-        if min(gains) >= 0 and max(gains) > 0:
-            best = tried
-    return best
+    def __init__(self, survey: Survey, leaves: bool) -> None:
+        self.known = survey.places
+        self.leaves = leaves
+        self.nodes = {dotted(path): node for path, node in survey.nodes}
+        self.holders = {name.rpartition(".")[0] for name in self.known}  # modules with parameters of their own
+        self.spellings: dict[str, set[str]] = {}
+        self.found: dict[str, str | None] = {}
+        sequential = {path for path, node in survey.nodes if isinstance(node, nnx.Sequential)}
+        for path, _ in survey.nodes:
+            short = tuple(k for i, k in enumerate(path) if not (k == "layers" and path[:i] in sequential))
+            for spelling in (path, short):
+                self.spellings.setdefault(_canonical(dotted(spelling)), set()).add(dotted(path))
+        self.stacks = {} if leaves else _recurrent_stacks(survey.nodes)
 
+    def matched(self, tensors: Mapping[str, Any]) -> dict[str, str]:
+        """Return the file's name for each new name."""
+        wrapper = self._wrapper(tensors)
+        bare = {name: self._bare(name.removeprefix(wrapper)) for name in tensors}
+        off, on = self._prefix(list(bare.values()))
+        out: dict[str, str] = {}
+        for name, tensor in tensors.items():
+            new = bare[name]
+            if new.startswith(off) and (off or on) and not self._fits(new):
+                new = self._bare(on + new.removeprefix(off))
+            new = new if self._is_known(new) else self._match(new, tensor)
+            if new in out or (new != name and new in tensors):
+                new = name
+            out[new] = name
+        return out
 
-def _depth(name: str, paths: Collection[str], spellings: Mapping[str, set[str]]) -> int:
-    """Return how many parts of a name lead to a module."""
-    parts = name.split(".")
-    return next(i for i in range(len(parts) - 1, -1, -1) if not i or _leads(".".join(parts[:i]), paths, spellings))
+    def _bare(self, name: str) -> str:
+        """Return a name with dots, without wrappers and collections that the model has no child of."""
+        if self._is_known(name):
+            return name
+        parts = re.split(r"[./]", name)
+        while len(parts) > 1 and parts[0] in PREFIXES and parts[0] not in self.nodes:
+            parts = parts[1:]
+        return ".".join(parts)
 
+    def _is_known(self, name: str) -> bool:
+        return name in self.known or base_name(name) in self.known
 
-def _leads(path: str, paths: Collection[str], spellings: Mapping[str, set[str]]) -> bool:
-    return path in paths or len(spellings.get(_canonical(path), ())) == 1
+    # ------------------------------------------------------------ modules
 
+    def module(self, path: str) -> str | None:
+        """Return the one module that a path can mean, or None."""
+        if path not in self.found:
+            spelled = self.spellings.get(_canonical(path), ())
+            literal = path if path in self.nodes else None
+            self.found[path] = literal if literal is not None or len(spelled) != 1 else min(spelled)
+        return self.found[path]
 
-def _match(
-    name: str, tensor: Any, paths: set[str], spellings: Mapping[str, set[str]], known: Collection[str] | None
-) -> str:
-    parts = re.split(r"[./]", name)
-    while len(parts) > 1 and parts[0] in PREFIXES and parts[0] not in paths:
-        parts = parts[1:]
-    for i in range(len(parts) - 1, -1, -1):  # the longest module first
-        found = spellings.get(_canonical(".".join(parts[:i])), set())
-        literal = ".".join(parts[:i])
-        if literal in paths or len(found) == 1:
-            module = literal if literal in paths else min(found)
+    def _depth(self, name: str) -> int:
+        """Return how many parts of a name lead to a module."""
+        at = name.rfind(".")
+        while at >= 0:
+            if self.module(name[:at]) is not None:
+                return name.count(".", 0, at) + 1
+            at = name.rfind(".", 0, at)
+        return 0
+
+    def _fits(self, name: str) -> bool:
+        """Whether a name leads to a module that it may be a parameter of."""
+        if self._is_known(name):
+            return True
+        parts = name.split(".")
+        depth = self._depth(name)
+        module = self.module(".".join(parts[:depth]))
+        if module is None:
+            return False
+        rest = parts[depth:]
+        if self.leaves:
             prefix = f"{module}." if module else ""
-            return prefix + _leaf(prefix, ".".join(parts[i:]), tensor, known)
-    return name
+            return len(rest) == 1 and any(prefix + leaf in self.known for leaf in _flax_words(rest[0]))
+        node = self.nodes[module]
+        if isinstance(node, nnx.MultiHeadAttention):
+            return rest[0] in _PROJECTIONS
+        if _LAYER.fullmatch(rest[0]):
+            return isinstance(node, (nnx.RNN, nnx.Bidirectional)) or module in self.stacks
+        return module in self.holders and (len(rest) == 1 or rest[0] in _BELOW)
+
+    # ------------------------------------------------------------ prefixes
+
+    def _wrapper(self, names: Collection[str]) -> str:
+        """Return the prefixes of wrappers that all names have, where the model has a child of such a name or not.
+
+        Without them no name may lead less far into the model than with them, and one must lead further.
+        """
+        parts = [name.split(".") for name in names]
+        shared = zip(min(parts, default=()), max(parts, default=()), strict=False)  # what these share, all do
+        left = [one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], shared)]
+        best = tried = ""
+        while left and left[0] in PREFIXES:
+            tried += f"{left.pop(0)}."
+            more = tried.count(".") - best.count(".")
+            gains = [
+                self._depth(name.removeprefix(tried)) - max(0, self._depth(name.removeprefix(best)) - more)
+                for name in names
+            ]
+            if min(gains) >= 0 and max(gains) > 0:
+                best = tried
+        return best
+
+    def _prefix(self, names: Sequence[str]) -> tuple[str, str]:
+        """Return the prefix to take off the names that have it, or the one to put on: by which the most names fit.
+
+        Both are empty if all names fit as they are, or if two prefixes would do. One is never put in another's place:
+        an encoder's weights are no decoder's.
+        """
+        lost = [name for name in names if not self._fits(name)]
+        if not lost:
+            return "", ""
+        sample = lost[:: -(-len(lost) // _MAX_SAMPLE)]
+        taken = set(names)
+        offs = {".".join(parts[:i]) + "." for name in sample for parts in [name.split(".")] for i in _range(parts)}
+        ons = [path for path in self.nodes if path and path.count(".") < 2 and not re.search(r"\d", path)]
+        readings: dict[frozenset[tuple[str, str]], tuple[str, str]] = {}
+        for off, on in (*((off, "") for off in sorted(offs)), *(("", f"{path}.") for path in ons)):
+            found = {name: self._bare(on + name.removeprefix(off)) for name in sample if name.startswith(off)}
+            fitting = {(name, new) for name, new in found.items() if new not in taken and self._fits(new)}
+            readings.setdefault(frozenset(fitting), (off, on))
+        most = max(map(len, readings), default=0)
+        best = [prefixes for reading, prefixes in readings.items() if len(reading) == most]
+        return best[0] if most and len(best) == 1 else ("", "")
+
+    # ------------------------------------------------------------ names
+
+    def _match(self, name: str, tensor: Any) -> str:
+        parts = name.split(".")
+        for i in range(len(parts) - 1, -1, -1):  # the longest module first
+            module = self.module(".".join(parts[:i]))
+            if module is not None:
+                prefix = f"{module}." if module else ""
+                return self._in_module(module, prefix, ".".join(parts[i:]), tensor)
+        return name
+
+    def _in_module(self, module: str, prefix: str, leaf: str, tensor: Any) -> str:
+        if self.leaves:
+            return prefix + self._flax_leaf(prefix, leaf, tensor)
+        layer = _LAYER.fullmatch(leaf)
+        if layer is not None and module in self.stacks and int(layer[2]) < len(self.stacks[module]):
+            return f"{self.stacks[module][int(layer[2])]}.{layer[1]}_l0{layer[3] or ''}"
+        if leaf in _NORM_LEAVES and isinstance(self.nodes[module], _NORMS):
+            return prefix + _NORM_LEAVES[leaf]
+        node = self.nodes[module]
+        if leaf.startswith(_BASE) and isinstance(node, (nnx.LoRA, nnx.LoRALinear)):
+            leaf = ("base_module." if isinstance(node, nnx.LoRA) else "") + leaf.removeprefix(_BASE)
+        return prefix + _LORA.sub(r"\1\2.weight", leaf)
+
+    def _flax_leaf(self, prefix: str, leaf: str, tensor: Any) -> str:
+        if prefix + leaf in self.known:
+            return leaf
+        if leaf == "weight" and len(getattr(tensor, "shape", ())) == 1:
+            other = "scale"
+        else:
+            other = _LEAVES.get(leaf, leaf)
+        return other if prefix + other in self.known else leaf
 
 
-def _leaf(prefix: str, leaf: str, tensor: Any, known: Collection[str] | None) -> str:
-    if known is None or prefix + leaf in known:
-        return leaf
-    if leaf == "weight" and len(getattr(tensor, "shape", ())) == 1:
-        other = "scale"
-    else:
-        other = _LEAVES.get(leaf, leaf)
-    return other if prefix + other in known else leaf
+def _flax_words(leaf: str) -> tuple[str, ...]:
+    """Return what Flax may call what another library calls so."""
+    return (leaf, "scale") if leaf == "weight" else (leaf, _LEAVES.get(leaf, leaf))
+
+
+def _range(parts: Sequence[str]) -> range:
+    return range(1, min(len(parts), _MAX_PREFIX + 1))
+
+
+def _recurrent_stacks(nodes: Iterable[tuple[Path, Any]]) -> dict[str, list[str]]:
+    """Return the recurrent modules of each list or ``nnx.Sequential`` that has several, by its path."""
+    below: dict[Path, list[str]] = {}
+    sequential = {path for path, node in nodes if isinstance(node, nnx.Sequential)}
+    for path, node in nodes:
+        if path and str(path[-1]).isdecimal() and isinstance(node, (nnx.RNN, nnx.Bidirectional)):
+            owner = path[:-1]
+            if owner and owner[-1] == "layers" and owner[:-1] in sequential:
+                owner = owner[:-1]
+            below.setdefault(owner, []).append(dotted(path))
+    return {dotted(owner): found for owner, found in below.items()}
 
 
 def _canonical(path: str) -> str:

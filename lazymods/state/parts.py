@@ -16,32 +16,48 @@ from lazymods._initial.keys import is_key
 from lazymods._layer.placeholder import fits
 from lazymods.state.entries import IMPL, Place, Survey, base_name
 from lazymods.state.files.stored import Checkpoint, StoredTensor, printable, refuse
+from lazymods.state.prepared import Prepared
 
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "params_ema", "params")
 """Where training scripts put a model's state dict, in case that no part has an entry for the model."""
 
 _MAX_KIND_BYTES = 100  # of the name of a key's kind
 
-Sources = dict[str, tuple[str, ...]]
-Reader = Callable[[Checkpoint], tuple[dict[str, Any], Sources]]
+Reader = Callable[[Checkpoint], Prepared]
 
 
-def part_of(survey: Survey, file: Checkpoint, read: Reader) -> tuple[Checkpoint, dict[str, Any], Sources]:
-    """Return the part of a file that a model loads, its entries by the model's names, and their names in the file.
+def part_of(
+    survey: Survey, file: Checkpoint, read: Reader, root: str | None = None
+) -> tuple[Checkpoint, Prepared, str]:
+    """Return the part of a file that a model loads, its entries by the model's names, and what its names begin with.
 
     Args:
         survey: The model.
         file: The file.
-        read: Returns the entries of a part, and their names in the part.
+        read: Returns the entries of a part.
+        root: The part that is meant; None: the one that fits.
 
     Raises:
-        CheckpointError: If two parts fit the model.
+        CheckpointError: If two parts fit the model, or there is no such part.
         Exception: What ``read`` raises for the part that is taken.
     """
-    root = _root_of(survey, file, read) if file.roots else ""
-    part = _below(file, root)
-    entries, sources = read(part)
-    return part, entries, {new: tuple(f"{root}{name}" for name in names) for new, names in sources.items()}
+    if root is None:
+        found = _root_of(survey, file, read) if file.roots else ""
+    else:
+        found = _root_named(file, root)
+    part = _below(file, found)
+    return part, read(part), found
+
+
+def _root_named(file: Checkpoint, root: str) -> str:
+    start = f"{root}." if root and not root.endswith(".") else root
+    if start and not any(name.startswith(start) for name in file.tensors):
+        tops = dict.fromkeys(name.partition(".")[0] for name in (file.roots or file.tensors))
+        shown = printable(", ".join(list(tops)[:8]), 1000) + (", ..." if len(tops) > 8 else "")
+        got = f"no entries below {printable(repr(root))}, but below {shown}"
+        line = f"root={printable(next(iter(tops), ''))!r}"
+        raise refuse(file.path, got, "the part of the file that is meant", write=line)
+    return start
 
 
 def may_fit(place: Place, name: str, value: Any) -> bool:
@@ -56,8 +72,15 @@ def _below(file: Checkpoint, root: str) -> Checkpoint:
     """Return the part of a file whose names begin with ``root``, without it."""
     if not root:
         return file
-    tensors = {name[len(root) :]: tensor for name, tensor in file.tensors.items() if name.startswith(root)}
-    return dataclasses.replace(file, tensors=tensors, roots=())
+    size = len(root)
+    stored = dict(file.tensors) | {alias: file.tensors[kept] for alias, kept in file.aliases.items()}
+    tensors = {name[size:]: tensor for name, tensor in stored.items() if name.startswith(root)}
+    weak = [n[size:] for n in stored if n.startswith(root) and file.aliases.get(n, n) in file.weak]
+    groups: dict[str, list[str]] = {}
+    for alias, kept in file.aliases.items():
+        groups.setdefault(kept, [kept]).append(alias)
+    within = [[n[size:] for n in group if n.startswith(root)] for group in (*groups.values(), *file.ties)]
+    return dataclasses.replace(file, tensors=tensors, aliases={}, weak=weak, roots=(), ties=[g for g in within if g])
 
 
 def _root_of(survey: Survey, file: Checkpoint, read: Reader) -> str:
@@ -82,7 +105,8 @@ def _root_of(survey: Survey, file: Checkpoint, read: Reader) -> str:
 def _fitting(places: Mapping[str, Place], part: Checkpoint, read: Reader) -> dict[str, Any]:
     """Return what would go where, if a part was taken; nothing if it can't be."""
     try:
-        entries, sources = read(part)
+        prepared = read(part)
+        entries, sources = prepared.entries, prepared.sources
     except Exception:  # also of a function of the user's, which need not know the names of other parts
         return {}
     out = {}
@@ -102,6 +126,5 @@ def _location(tensor: Any) -> Any:
 def _refuse_several(file: Checkpoint, roots: Collection[str], what: str) -> Exception:
     names = [printable(root[:-1]) or "the whole file" for root in roots]
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    root = printable(max(roots))
-    write = f'rename=lambda name: name.removeprefix("{root}") if name.startswith("{root}") else None'
+    write = f"root={printable(max(roots)[:-1])!r}"
     return refuse(file.path, f"several state dicts that {what}: {shown}", "the one to load", write=write)

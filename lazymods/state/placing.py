@@ -15,6 +15,8 @@ from lazymods._errors import Problem
 from lazymods._graph import NODE, Path, kind_of
 from lazymods._initial.keys import is_key
 from lazymods._initial.shards import is_at, put
+from lazymods._layer import stacks
+from lazymods._layer.blocks import with_axis
 from lazymods._refusals import ArgumentError
 from lazymods._shardings import Named, Rules, find_shardings, mesh_for
 from lazymods.state.entries import Place, Survey, prefix_of
@@ -53,12 +55,15 @@ class Placing(NamedTuple):
         """
         chosen = {t.place.name: t for t in targets if self._moves(t.place)}
         names = _RuleNames(survey)
+        layers = stacks.layers_of(survey.nodes)
         shapes: dict[str, tuple[int, ...]] = {}  # of what is no optimizer's, by the names that rules see
         for name, target in chosen.items():
             if not names.is_of_optimizer(name):
-                shapes.setdefault(names.of(target.place), target.shape)
+                layer = layers.of(names.of(target.place), target.place.owner)
+                shapes.setdefault(layer.name, (*layer.sizes, *target.shape))
         found: dict[str, NamedSharding] = {}
         asked: dict[str, Named] = {}
+        inside: dict[str, stacks.Layer] = {}
         for name, target in chosen.items():
             seen = names.of(target.place)
             if names.is_of_optimizer(name):
@@ -66,13 +71,20 @@ class Placing(NamedTuple):
                 if seen is None:  # a count, or the statistics of a row
                     found[name] = NamedSharding(self.mesh, PartitionSpec())
                     continue
-            asked[name] = Named(seen, target.shape, target.dtype, _metadata(target.place))
+            layer = layers.of(seen, target.place.owner)
+            metadata = _metadata(target.place)
+            for _ in layer.sizes:
+                metadata = with_axis(metadata)
+            inside[name] = layer
+            asked[name] = Named(layer.name, (*layer.sizes, *target.shape), target.dtype, metadata)
         while asked:  # several may have one name to the rules: a round has each once
             this_round = {parameter.name: (name, parameter) for name, parameter in reversed(asked.items())}
             places = find_shardings([parameter for _, parameter in this_round.values()], self.mesh, self.rules)
-            for seen, (name, _) in this_round.items():
-                found[name] = places[seen]
-                del asked[name]
+            for name, parameter in list(asked.items()):
+                first, _ = this_round[parameter.name]
+                if name == first or inside[name].sizes:  # in a stack they are one parameter
+                    found[name] = layers.place(inside[name], places[parameter.name])
+                    del asked[name]
         return found
 
     def move_rest(self, survey: Survey) -> None:

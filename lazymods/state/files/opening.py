@@ -13,14 +13,16 @@ from typing import TypeVar
 from lazymods._errors import LazyError
 from lazymods.state.files.paths import check_path
 from lazymods.state.files.safetensors import looks_like_safetensors, open_safetensors
-from lazymods.state.files.stored import Checkpoint, printable
+from lazymods.state.files.stored import Checkpoint, printable, refuse
 
 _ATTEMPTS = 100  # each failed one is a whole save that was faster
 
 T = TypeVar("T")
 
 
-def read_checkpoint(path: str | os.PathLike[str], read: Callable[[Checkpoint], T]) -> T:
+def read_checkpoint(
+    path: str | os.PathLike[str], read: Callable[[Checkpoint], T], *, variant: str | None = None
+) -> T:
     """Open a checkpoint and return what ``read`` makes of it, all of it from one and the same.
 
     A file is mapped, and the map outlives the file's name. A folder is read by the names of its files: if a save has
@@ -30,9 +32,9 @@ def read_checkpoint(path: str | os.PathLike[str], read: Callable[[Checkpoint], T
         Exception: As :func:`open_checkpoint`, or what ``read`` raises.
     """
     for _ in range(_ATTEMPTS):
-        with _held(path) as is_same:
+        with held(path) as is_same:
             try:
-                out = read(open_checkpoint(path))
+                out = read(open_checkpoint(path, variant=variant))
             except (LazyError, OSError):
                 if is_same():
                     raise
@@ -43,7 +45,7 @@ def read_checkpoint(path: str | os.PathLike[str], read: Callable[[Checkpoint], T
 
 
 @contextlib.contextmanager
-def _held(path: str | os.PathLike[str]) -> Iterator[Callable[[], bool]]:
+def held(path: str | os.PathLike[str]) -> Iterator[Callable[[], bool]]:
     """Give a function that says whether a folder is still the one of now; while it is held open, no other is alike."""
     if os.name != "posix" or not os.path.isdir(path):
         yield lambda: True
@@ -62,12 +64,16 @@ def _held(path: str | os.PathLike[str]) -> Iterator[Callable[[], bool]]:
         os.close(descriptor)
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, variant: str | None = None) -> Checkpoint:
     """Open a checkpoint of any format and check everything about it but the values.
 
     A folder is one of Hugging Face, else one of Orbax. A file is an index by its name (``*.index.json``), an npz or a
     PyTorch file by its content, and safetensors otherwise. Pickles, which PyTorch files hold, are opened under the
     names that PyTorch files have and under no other.
+
+    Args:
+        path: The file or folder.
+        variant: Which variant of a folder's files: ``"fp16"`` for ``model.fp16.safetensors``.
 
     Raises:
         CheckpointError: If it is not what it claims to be; the error names the file, and the tensor if there is one.
@@ -81,11 +87,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         if path.is_file():
             with open(path, "rb") as file:
                 head = file.read(512)
+            if variant is not None:
+                _refuse_variant(path, variant)
             if looks_like_safetensors(head):
                 return open_safetensors(path)
         from lazymods.state.files.others import open_other  # takes longer to import than a small file to load
 
-        return open_other(path)
+        return open_other(path, variant)
+
+
+def _refuse_variant(path: Path, variant: str) -> None:
+    needed = "a folder: a variant says which of its files is meant"
+    raise refuse(path, f"a file, and variant={variant!r}", needed, write="the path alone")
 
 
 @contextlib.contextmanager

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lazymods.state.files import archive, orbax, sharded, torch_file
+from lazymods.state.files import archive, folders, orbax, sharded, torch_file
 from lazymods.state.files.npz import open_npz
 from lazymods.state.files.safetensors import open_safetensors
 from lazymods.state.files.stored import Checkpoint, map_file, printable, refuse
 
 
-def open_other(path: Path) -> Checkpoint:
+def open_other(path: Path, variant: str | None = None) -> Checkpoint:
     """Open a folder, an index, a zip archive, a PyTorch file, or what is none of them, with the error that fits.
 
     Raises:
         CheckpointError: If it is not what it claims to be.
     """
     if path.is_dir():
-        return _open_folder(path)
+        return _open_folder(path, variant)
     if not path.is_file():
         raise refuse(path, "neither a file nor a folder", "a checkpoint")
     if path.name.endswith(sharded.INDEX_SUFFIX):
@@ -33,8 +33,8 @@ def open_other(path: Path) -> Checkpoint:
     return open_npz(path) if path.suffix == ".npz" else open_safetensors(path)
 
 
-def _open_folder(path: Path) -> Checkpoint:
-    found = sharded.open_folder(path)
+def _open_folder(path: Path, variant: str | None) -> Checkpoint:
+    found = folders.open_folder(path, variant)
     if found is not None:
         return found
     if orbax.is_orbax(path):

@@ -1,4 +1,4 @@
-"""Hugging Face folders: an index that says which file holds which tensor, or a single file of a known name.
+"""Indices of Hugging Face folders: which file holds which tensor.
 
 An index names files of its own folder and nothing else. What is a link is followed: the hub's cache is a folder of
 links into another one.
@@ -7,7 +7,7 @@ links into another one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ _READERS: dict[str, Callable[[Path], Checkpoint]] = {
     ".pt": open_torch,
     ".pth": open_torch,
 }
-_PICKLES = ("pytorch_model.bin", "diffusion_pytorch_model.bin")  # others, as training_args.bin, hold no parameters
 _DRIVE = re.compile(r"[A-Za-z]:")
 
 
@@ -49,6 +48,30 @@ def open_index(path: Path) -> Checkpoint:
             files[file] = _open_shard(path, file)
         except CheckpointError as error:  # all of what is wrong is told at once
             problems.extend(error.problems)
+    return _merged(path, weight_map, files, problems)
+
+
+def open_shards(path: Path, files: Sequence[str]) -> Checkpoint:
+    """Open all the shards of a checkpoint that has no index: each tensor is in one of them.
+
+    Raises:
+        CheckpointError: If two of them have a tensor of one name, or one is no sound file.
+    """
+    shards = {file: _open_shard(path / file, file) for file in files}
+    weight_map: dict[str, str] = {}
+    for file, shard in shards.items():
+        for name in shard.tensors:
+            if name in weight_map:
+                got = f"the tensor in {printable(weight_map[name])} and in {printable(file)}"
+                raise refuse(path, got, "an index that says which is meant, or each tensor once", tensor=name)
+            weight_map[name] = file
+    return _merged(path, weight_map, shards, [])
+
+
+def _merged(
+    path: Path, weight_map: Mapping[str, str], files: Mapping[str, Checkpoint], problems: list[Problem]
+) -> Checkpoint:
+    """Return the tensors that a map from their names to files tells as one checkpoint."""
     tensors: dict[str, Any] = {}
     for name, file in weight_map.items():
         shard = files.get(file)
@@ -71,46 +94,6 @@ def open_index(path: Path) -> Checkpoint:
     weak = [name for f in files.values() for name in f.weak if name in tensors]
     kind = "sharded " + next(iter(files.values())).format if files else "sharded"
     return Checkpoint(path, kind, tensors, aliases, weak, check_sums=check_sums)
-
-
-def open_folder(path: Path) -> Checkpoint | None:
-    """Open a Hugging Face folder; None if it is none.
-
-    It is opened by its index, else its ``model.safetensors``, else its only ``*.safetensors``, else PyTorch's files:
-    ``pytorch_model.bin.index.json``, or its only ``*.bin.index.json``, or a ``.bin`` of a name in ``_PICKLES``. A whole
-    file beside an index that does not name it is another checkpoint: which is newer is not known.
-
-    Raises:
-        CheckpointError: If several files would do, or the file is not what it should be.
-    """
-    names = sorted(entry.name for entry in path.iterdir() if entry.is_file())
-    files = [name for name in names if name.endswith(".safetensors")]
-    indices = [name for name in names if name.endswith(f".safetensors{INDEX_SUFFIX}")]
-    if "model.safetensors" in files and not indices:
-        return open_safetensors(path / "model.safetensors")
-    for candidates, reader in (
-        (indices, open_index),
-        (files, open_safetensors),
-        ([n for n in names if n == f"pytorch_model.bin{INDEX_SUFFIX}"], open_index),
-        ([n for n in names if n.endswith(f".bin{INDEX_SUFFIX}")], open_index),
-        ([n for n in names if n in _PICKLES], open_torch),
-    ):
-        if reader is open_index and len(candidates) == 1:
-            whole = candidates[0].removesuffix(INDEX_SUFFIX)
-            if whole in names and whole not in _read_index(path / candidates[0]).values():
-                candidates = [whole, *candidates]  # transformers takes the first
-        if len(candidates) > 1:
-            shown = ", ".join(candidates[:8]) + (", ..." if len(candidates) > 8 else "")
-            needed = "one index, or one file: which of them is meant is not known"
-            raise refuse(
-                path,
-                printable(shown, 1000),
-                needed,
-                write=f"the path of one: {printable(str(path / candidates[0]), 5000)}",
-            )
-        if candidates:
-            return reader(path / candidates[0])
-    return None
 
 
 def _read_index(path: Path) -> dict[str, str]:

@@ -40,6 +40,7 @@ DTYPES = "__dtypes__"  # the entry of an npz archive that names the dtypes that 
 MAX_NAME_BYTES = 60_000  # of a tensor, for formats that store its length in 16 bits
 WEAK = "__weak_types__"  # the entry, or the text of a safetensors file, that names tensors of weak type
 NOTES = (ALIASES, WEAK)
+IN_MEMORY = "memory"  # the format of what is no file
 
 
 class StoredTensor:
@@ -163,6 +164,17 @@ class Checkpoint:
     ties: Collection[Sequence[str]] = ()
     check_sums: Callable[[], None] = lambda: None
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether it is no file but arrays in memory, which are somebody's: JAX may not take them over."""
+        return self.format == IN_MEMORY
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+        shown = printable(str(self.path), 5000)
+        return shown if self.in_memory else f"the checkpoint {shown}"
+
 
 def byte_count(shape: Shape, dtype: np.dtype[Any]) -> int:
     """Return how many bytes an array has; Python's integers do not overflow."""
@@ -221,6 +233,11 @@ _MAGIC = (
     (b"<?xml", "an XML document: the download gave an error page"),
     (b"pk\x03\x04", "a zip archive, as npz and PyTorch files are"),
     (b"pk\x05\x06", "an empty zip archive"),
+    (b"\x1f\x8b", "a file compressed by gzip, to be unpacked first (gunzip, tar -xzf)"),
+    (b"(\xb5/\xfd", "a file compressed by zstd, to be unpacked first (unzstd)"),
+    (b"\xfd7zxz\0", "a file compressed by xz, to be unpacked first (unxz)"),
+    (b"bzh", "a file compressed by bzip2, to be unpacked first (bunzip2)"),
+    (b"7z\xbc\xaf\x27\x1c", "a 7z archive, to be unpacked first"),
     (b"gguf", "a GGUF file"),
     (b"\x89hdf", "an HDF5 file"),
     (b"\x93numpy", "a single npy array"),
@@ -363,13 +380,27 @@ def map_file(path: Path) -> Array:
     return data
 
 
-def _map(descriptor: int) -> mmap.mmap:
+class Map(mmap.mmap):
+    """The map of a checkpoint's file, which nobody writes to."""
+
+
+def _map(descriptor: int) -> Map:
     if os.name == "posix":
         # room for copies is not set aside, as it would be for a file of the size of the memory
         flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
         with contextlib.suppress(OSError):
-            return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+            return Map(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return Map(descriptor, 0, access=mmap.ACCESS_READ)
+
+
+def is_mapped(array: Array) -> bool:
+    """Whether an array lies in the map of a checkpoint's file, and nobody writes to it."""
+    base: Any = array
+    while isinstance(base, (np.ndarray, memoryview)):
+        if isinstance(base, np.ndarray) and base.flags.writeable:
+            return False
+        base = base.obj if isinstance(base, memoryview) else base.base
+    return isinstance(base, Map)
 
 
 def read_description(path: Path, limit: int, file: Path | None = None) -> bytes:

@@ -113,8 +113,16 @@ class Attention(Rule):
         names = [f"{p}.{e}" for p in ("query", "key", "value", "out") for e in ("kernel", "bias")]
         values = {name: site.value(name) for name in names}
         found = {name: value for name, value in values.items() if value is not None}
+        entries = self._apart(site, found) or self._fused(site, found)
+        kernel = found["out.kernel"]
+        entries[_named(site, _OUTPUT.weights)] = kernel.reshape(-1, kernel.shape[-1]).T
+        if "out.bias" in found:
+            entries[_named(site, _OUTPUT.biases)] = found["out.bias"]
+        return {site.torch_name(k): v for k, v in entries.items()}, [site.name(name) for name in found]
+
+    def _fused(self, site: Site, found: dict[str, Array]) -> dict[str, Array]:
         self._check(site, found)
-        weights = [found[f"{p.flax}.kernel"].reshape(found[f"{p.flax}.kernel"].shape[0], -1).T for p in _INPUTS]
+        weights = [_flat(found[f"{p.flax}.kernel"]) for p in _INPUTS]
         out: dict[str, Array] = {}
         if weights[0].shape == weights[1].shape:
             out["in_proj_weight"] = np.concatenate(weights)
@@ -122,11 +130,19 @@ class Attention(Rule):
             out |= {p.weights[0]: weight for p, weight in zip(_INPUTS, weights, strict=True)}
         if "query.bias" in found:
             out["in_proj_bias"] = np.concatenate([found[f"{p.flax}.bias"].reshape(-1) for p in _INPUTS])
-        kernel = found["out.kernel"]
-        out["out_proj.weight"] = kernel.reshape(-1, kernel.shape[-1]).T
-        if "out.bias" in found:
-            out["out_proj.bias"] = found["out.bias"]
-        return {site.torch_name(k): v for k, v in out.items()}, [site.name(name) for name in found]
+        return out
+
+    def _apart(self, site: Site, found: dict[str, Array]) -> dict[str, Array]:
+        """Write projections that are layers of their own, if that is what is asked for; else nothing."""
+        names = site.names or ()
+        if not any(site.torch_name(entry) in names for p in _INPUTS for entry in p.weights):
+            return {}
+        if any(site.torch_name(entry) in names for entry in ("in_proj_weight", "in_proj_bias")):
+            return {}  # as PyTorch has them if keys have another width
+        self._check_ranks(found)
+        out = {_named(site, p.weights): _flat(found[f"{p.flax}.kernel"]) for p in _INPUTS}
+        biased = [p for p in _INPUTS if f"{p.flax}.bias" in found]
+        return out | {_named(site, p.biases): found[f"{p.flax}.bias"].reshape(-1) for p in biased}
 
     def _check(self, site: Site, found: dict[str, Array]) -> None:
         widths = {n: site.get(n) for n in ("in_features", "qkv_features", "out_features")}
@@ -140,6 +156,9 @@ class Attention(Rule):
                 "one embed_dim, one number of heads and no norms: torch.nn.MultiheadAttention has no more",
                 "nnx.MultiHeadAttention without qkv_features, out_features, num_kv_heads and normalize_qk",
             )
+        self._check_ranks(found)
+
+    def _check_ranks(self, found: dict[str, Array]) -> None:
         ranks = {"query.kernel": 3, "key.kernel": 3, "value.kernel": 3, "out.kernel": 3}
         for name, rank in ranks.items():
             if name not in found or found[name].ndim != rank:
@@ -153,6 +172,17 @@ def _first(site: Site, file: TorchFile, entries: tuple[str, ...]) -> Part | None
         if part is not None:
             return part
     return None
+
+
+def _named(site: Site, entries: tuple[str, ...]) -> str:
+    """Return that of several names which is to be written; the last is Flax's word, and the first but it PyTorch's."""
+    wanted = [entry for entry in entries if site.torch_name(entry) in (site.names or ())]
+    return wanted[0] if wanted else entries[0]
+
+
+def _flat(kernel: Array) -> Array:
+    """Return a projection's kernel as ``nn.Linear`` has it, the heads in one axis."""
+    return kernel.reshape(kernel.shape[0], -1).T
 
 
 def _of(site: Site, entry: str) -> Site:

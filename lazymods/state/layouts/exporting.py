@@ -2,75 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
 
 from lazymods import _graph
-from lazymods._errors import Problem, StateDictError, UninitializedError, describe, located
+from lazymods._errors import Problem, UninitializedError, describe, located
 from lazymods.state.entries import Place, named_places
-from lazymods.state.layouts.importing import with_sizes
-from lazymods.state.layouts.site import Array, Refusal, Site
-from lazymods.state.layouts.table import rule_for, sites, torch_names
+from lazymods.state.flow import Slices
+from lazymods.state.layouts.site import Refusal, Site
+from lazymods.state.layouts.table import rule_for, torch_names
 
 
-def export_torch(model: nnx.Module, *, flatten: Mapping[str, Sequence[int]] | None = None) -> dict[str, Array]:
-    """Return a model's parameters as PyTorch's state dict: its names and layouts, by module type.
+class Written(NamedTuple):
+    """A model's arrays as PyTorch lays them.
 
-    What is shared appears under each of its names. Modules of types that PyTorch does not have keep their names and
-    layouts. A recurrent layer's bias is written as ``bias_ih``, with zeros as ``bias_hh``; ``num_batches_tracked`` is
-    0.
+    Attributes:
+        entries: The arrays by PyTorch's names, where modules of an ``nnx.Sequential`` are below ``layers``; of stacked
+            modules the :class:`~lazymods.state.flow.Slices`.
+        counters: Names of entries that PyTorch has and the model does without.
+        problems: What PyTorch cannot hold.
+    """
+
+    entries: dict[str, Any]
+    counters: set[str]
+    problems: list[Problem]
+
+
+def written(
+    model: nnx.Module,
+    found: Sequence[Site],
+    *,
+    names: Collection[str] | None = None,
+    stacked: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
+) -> Written:
+    """Return a model's arrays as PyTorch lays them.
 
     Args:
-        model: An nnx module, initialized.
-        flatten: As for a load: by a layer's name, the sizes ``(*spatial, channels)`` of what is flattened before it,
-            for a layer that is to follow a flatten with channels first.
-
-    Returns:
-        numpy arrays by name, writable and contiguous, in the model's dtypes (bfloat16 is that of ml_dtypes).
+        model: The model, initialized.
+        found: Its modules.
+        names: PyTorch's names that are to be written, where there is a choice.
+        stacked: The stacks of what was loaded from layers of their own, by the model's names.
 
     Raises:
         UninitializedError: If a parameter has no value yet.
-        StateDictError: If PyTorch cannot hold a layer exactly, or ``flatten`` does not fit.
-
-    Example:
-        >>> import lazymods as lm
-        >>> from flax import nnx
-        >>> {k: v.shape for k, v in lm.export_torch(nnx.Linear(3, 4, rngs=nnx.Rngs(0))).items()}
-        {'weight': (4, 3), 'bias': (4,)}
     """
     left = {name: place for name, place in named_places(model).items() if not place.is_rng}
     _check_ready(model, left)
-    found, problems = with_sizes(list(sites(model)), flatten)
-    out: dict[str, Array] = {}
-    sequential = [site.prefix for site in found if isinstance(site.node, nnx.Sequential)]
+    out = Written({}, set(), [])
     for site in found:
+        levels = _levels(site, stacked or {})
         try:
-            entries, names = rule_for(type(site.node)).write(site)
+            entries, taken = _written(dataclasses.replace(site, names=names), levels)
         except Refusal as refusal:
-            problems.append(refusal.at(_where(site)))
+            out.problems.append(refusal.at(_where(site)))
             continue
-        for name in names:
+        out.counters.update(site.torch_name(counter) for counter in getattr(rule_for(type(site.node)), "counters", ()))
+        for name in taken:
             left.pop(name, None)
         for name, value in entries.items():
-            _put(out, problems, _without_layers(name, sequential), value)
-    if not problems:
-        problems = [r.at(_where(site)) for site in found if (r := rule_for(type(site.node)).refuse_left(site, left))]
+            _put(out, name, value)
+    if not out.problems:
+        refusals = [(site, rule_for(type(site.node)).refuse_left(site, left)) for site in found]
+        out.problems.extend(refusal.at(_where(site)) for site, refusal in refusals if refusal)
     for name, torch in torch_names(found, left).items():
-        _put(out, problems, _without_layers(torch, sequential), np.asarray(left[name].value))
-    if problems:
-        raise StateDictError(*problems, heading=f"PyTorch cannot hold {type(model).__name__}")
+        _put(out, torch, np.asarray(left[name].value))
     return out
+
+
+def _levels(site: Site, stacked: Mapping[str, tuple[tuple[int, int], ...]]) -> tuple[tuple[int, int], ...]:
+    prefix = site.name("")
+    return next((levels for name, levels in stacked.items() if name.startswith(prefix)), ())
+
+
+def _written(site: Site, levels: Sequence[tuple[int, int]]) -> tuple[dict[str, Any], list[str]]:
+    """Write a module, or each layer of a stacked one."""
+    rule = rule_for(type(site.node))
+    if not levels:
+        return rule.write(site)
+    (axis, length), *inner = levels
+    layers = [_written(dataclasses.replace(site, index=(*site.index, (axis, i))), inner) for i in range(length)]
+    entries = {name: Slices([layer[name] for layer, _ in layers]) for name in layers[0][0]}
+    if entries and site.normed_by is not None:
+        needed = "layers of their own: the scales of stacked ones are not taken apart"
+        raise Refusal("stacked layers under weight norm", needed, "lm.state_dict(model)")
+    return entries, layers[0][1]
 
 
 def _where(site: Site) -> str:
     return located(_graph.dotted(site.path), type(site.node).__name__)
 
 
-def _without_layers(name: str, sequential: Sequence[str]) -> str:
+def without_layers(name: str, sequential: Sequence[str]) -> str:
     """Return a name as PyTorch has it: the modules of an ``nn.Sequential`` are its own attributes, ``0``, ``1``, ..."""
     for prefix in sorted(sequential, key=len, reverse=True):  # inner ones first: the names of outer ones stay
         if name.startswith(f"{prefix}layers."):
@@ -93,9 +120,12 @@ def _check_ready(model: Any, places: Mapping[str, Place]) -> None:
         raise UninitializedError(*problems, heading=f"{type(model).__name__} is not initialized")
 
 
-def _put(out: dict[str, Array], problems: list[Problem], name: str, value: Array) -> None:
-    if name in out:
-        problems.append(
-            Problem(name, "two entries of that name", "one", "attributes that do not meet in PyTorch's names")
-        )
-    out[name] = np.array(value, order="C")  # torch.from_numpy takes neither reversed nor read-only arrays in silence
+def _put(out: Written, name: str, value: Any) -> None:
+    if name in out.entries:
+        out.problems.append(second(name))
+    out.entries[name] = value
+
+
+def second(name: str) -> Problem:
+    """Return the problem of two entries of one name."""
+    return Problem(name, "two entries of that name", "one", "attributes that do not meet in PyTorch's names")

@@ -49,6 +49,19 @@ class _Features(Layout):
         return channels_first(array, site.sizes).reshape(site.sizes[-1], *site.sizes[:-1])
 
 
+class _Channels(Layout):
+    """One number a channel, or, after a flatten, one for each number of what was flattened."""
+
+    def to_flax(self, array: Array, site: Site) -> Array:
+        """Put channels last, if ``flatten`` says so."""
+        return array if site.sizes is None or array.ndim != 1 else channels_last(array, site.sizes)
+
+    def to_torch(self, array: Array, site: Site) -> Array:
+        """Put channels first, if ``flatten`` says so."""
+        return array if site.sizes is None else channels_first(array, site.sizes)
+
+
+_CHANNELS = _Channels()
 _FEATURES = _Features()
 _SCALE, _BIAS = Field("weight", "scale", _FEATURES), Field("bias", "bias", _FEATURES)
 
@@ -60,11 +73,12 @@ _STATISTICS = Cannot(
 )
 
 BATCH_NORM = Simple(
-    Field("running_mean", "mean"),
-    Field("running_var", "var"),
-    Field("weight", "scale"),
-    Field("bias", "bias"),
+    Field("running_mean", "mean", _CHANNELS),
+    Field("running_var", "var", _CHANNELS),
+    Field("weight", "scale", _CHANNELS),
+    Field("bias", "bias", _CHANNELS),
     counters=("num_batches_tracked",),
+    flattens=True,
 )
 LAYER_NORM = Simple(_SCALE, _BIAS, flattens=True)
 RMS_NORM = Simple(_SCALE, flattens=True)

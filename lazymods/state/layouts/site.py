@@ -7,6 +7,7 @@ in PyTorch; the cell of an ``nnx.RNN`` at ``lstm`` is ``lstm.cell``, and its wei
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -47,6 +48,9 @@ class Site:
         suffix: What PyTorch's names of its entries end with, in recurrent layers: ``_l0_reverse``.
         normed_by: The ``nnx.WeightNorm`` around it, if any.
         sizes: The sizes of the axes that were flattened before it, channels last, if ``flatten`` tells them.
+        index: Which layer of a stacked module is meant: for each axis of stacked layers, the outermost first, the axis
+            and the number.
+        names: PyTorch's names that are to be written, where there is a choice; None: the ones of its own modules.
     """
 
     node: Any
@@ -55,6 +59,8 @@ class Site:
     suffix: str = ""
     normed_by: Site | None = None
     sizes: Sizes | None = None
+    index: tuple[tuple[int, int], ...] = ()
+    names: Collection[str] | None = None
 
     def below(self, node: Any, key: Any, *, prefix: str | None = None, suffix: str = "") -> Site:
         """Return the site of what hangs at a key; PyTorch's prefix goes on with the key unless one is given."""
@@ -94,14 +100,27 @@ class Site:
         """Return what is known of an entry's shape, None for an unknown axis; None if nothing is."""
         found = self.at(entry)
         if _graph.is_placeholder(found):
-            return found.get_raw_value().shape
+            return self._of_layer(found.get_raw_value().shape)
         raw = raw_of(found) if isinstance(found, nnx.Variable) else found
-        return tuple(raw.shape) if isinstance(raw, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) else None
+        return self._of_layer(raw.shape) if isinstance(raw, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) else None
+
+    def _of_layer(self, shape: tuple[int | None, ...] | None) -> tuple[int | None, ...] | None:
+        """Return a shape without the axes of stacked layers."""
+        if shape is None:
+            return None
+        for axis, _ in self.index:
+            shape = tuple(n for i, n in enumerate(shape) if i != axis % len(shape))
+        return shape
 
     def value(self, entry: str) -> Array | None:
         """Return an entry's values, or None if the module has no such entry."""
         found = self.at(entry)
-        return None if found is None else value_of(found)
+        if found is None:
+            return None
+        value = value_of(found)
+        for axis, number in self.index:
+            value = value[(slice(None),) * (axis % value.ndim) + (number,)]
+        return value
 
 
 def value_of(found: Any) -> Array:

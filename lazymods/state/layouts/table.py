@@ -9,12 +9,14 @@ from typing import Any
 from flax import nnx
 
 from lazymods import _graph
-from lazymods.state.layouts import attention, linear, normalization, recurrent, wrappers
+from lazymods.state.layouts import attention, linear, lora, normalization, recurrent, wrappers
 from lazymods.state.layouts.rule import Rule
 from lazymods.state.layouts.site import Site
 
 RULES: dict[type, Rule] = {
     nnx.Linear: linear.LINEAR,
+    nnx.LoRALinear: lora.LORA_LINEAR,
+    nnx.LoRA: lora.LORA,
     nnx.LinearGeneral: linear.LINEAR_GENERAL,
     nnx.Einsum: linear.EINSUM,
     nnx.Conv: linear.CONV,

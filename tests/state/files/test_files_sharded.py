@@ -9,6 +9,7 @@ import pytest
 from checkpoint_files import assert_same, refusal, values
 from safetensors.numpy import save_file
 
+import lazymods as lm
 from lazymods.state.files import sharded
 from lazymods.state.files.opening import open_checkpoint
 
@@ -173,24 +174,58 @@ def test_model_safetensors_comes_before_others(tmp_path: Path) -> None:
     assert_same(values(tmp_path), want)
 
 
-@pytest.mark.parametrize("whole", ["model.safetensors", "pytorch_model.bin"])
-def test_a_whole_file_beside_an_index(tmp_path: Path, whole: str) -> None:
-    """It is the index's, as mlx writes it, or another checkpoint."""
-    want = one(tmp_path / "good.safetensors")
-    if whole.endswith(".bin"):
-        torch = pytest.importorskip("torch", reason="torch is an extra")
-        torch.save({name: torch.from_numpy(value) for name, value in want.items()}, tmp_path / whole)
-        (tmp_path / "good.safetensors").unlink()
-    else:
-        (tmp_path / "good.safetensors").rename(tmp_path / whole)
-    index = tmp_path / f"{whole}.index.json"
-    index.write_text(json.dumps({"weight_map": {"x": whole}}))
-    assert_same(values(tmp_path), want)
-    index.write_text(json.dumps({"weight_map": {"x": f"old-{whole}"}}))
-    (tmp_path / f"old-{whole}").write_bytes((tmp_path / whole).read_bytes())
-    refusal(tmp_path, f"{whole}, {whole}.index.json", "which of them is meant is not known")
-    assert_same(values(index), want)
-    assert_same(values(tmp_path / whole), want)
+def whole_file(path: Path, shift: int) -> dict[str, np.ndarray]:
+    """Write a file of the kind that its name tells."""
+    if path.suffix == ".safetensors":
+        return one(path, shift)
+    torch = pytest.importorskip("torch", reason="torch is an extra")
+    torch.save({"x": torch.arange(3.0, dtype=torch.float64) + shift}, path)
+    return {"x": np.arange(3.0) + shift}
+
+
+@pytest.mark.parametrize(
+    ("name", "variant", "index"),
+    [
+        ("model.safetensors", None, "model.safetensors.index.json"),
+        ("pytorch_model.bin", None, "pytorch_model.bin.index.json"),
+        ("diffusion_pytorch_model.safetensors", None, "diffusion_pytorch_model.safetensors.index.json"),
+        ("model.fp16.safetensors", "fp16", "model.safetensors.index.fp16.json"),
+    ],
+)
+def test_a_whole_file_comes_before_an_index(tmp_path: Path, name: str, variant: str | None, index: str) -> None:
+    """As transformers takes it: also a stale index is left alone, and read if it is named, or alone."""
+    shard = f"old-{name}"
+    whole, sharded = whole_file(tmp_path / name, 0), whole_file(tmp_path / shard, 1)
+    (tmp_path / index).write_text(json.dumps({"weight_map": {"x": shard}}))
+    with lm.open(tmp_path, variant=variant) as opened:
+        assert_same(dict(opened), whole)
+    (tmp_path / name).unlink()
+    with lm.open(tmp_path, variant=variant) as opened:
+        assert_same(dict(opened), sharded)
+
+
+def test_variants(tmp_path: Path) -> None:
+    half, full = one(tmp_path / "model.fp16.safetensors", 1), one(tmp_path / "model.fp32.safetensors", 2)
+    for variant, want in (("fp16", half), ("fp32", full)):
+        with lm.open(tmp_path, variant=variant) as opened:
+            assert_same(dict(opened), want)
+    refusal(tmp_path, "files of the variants fp16, fp32 only", "variant='fp16'")
+    with pytest.raises(lm.CheckpointError, match=r"no files of the variant 'fp8', but of fp16, fp32"):
+        lm.open(tmp_path, variant="fp8")
+    with pytest.raises(lm.CheckpointError, match=r"a file, and variant='fp16'"):
+        lm.open(tmp_path / "model.fp16.safetensors", variant="fp16")
+    plain = one(tmp_path / "model.safetensors")
+    assert_same(values(tmp_path), plain)
+
+
+def test_all_shards_without_their_index(tmp_path: Path) -> None:
+    for number, name in enumerate("abc", 1):
+        save_file({name: np.full(2, number)}, tmp_path / f"model-{number:05}-of-00003.safetensors")
+    assert_same(values(tmp_path), {name: np.full(2, number) for number, name in enumerate("abc", 1)})
+    save_file({"a": np.zeros(2)}, tmp_path / "model-00003-of-00003.safetensors")
+    refusal(tmp_path, "model-00001-of-00003.safetensors and in model-00003-of-00003.safetensors", named="a")
+    (tmp_path / "model-00003-of-00003.safetensors").unlink()
+    refusal(tmp_path, "model-00001-of-00003.safetensors, model-00002-of-00003.safetensors", "which of them is meant")
 
 
 def test_the_only_safetensors_file(tmp_path: Path) -> None:

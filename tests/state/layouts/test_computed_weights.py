@@ -12,7 +12,7 @@ from torch_cases import Net
 from torch_files import imported, load, normal
 
 import lazymods as lm
-from lazymods.state.layouts import export_torch
+from lazymods.state.exporting import export_torch
 
 R = nnx.Rngs
 SPELLINGS = pytest.mark.parametrize(

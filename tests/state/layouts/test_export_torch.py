@@ -14,7 +14,7 @@ from torch_cases import Net
 from torch_files import load, normal
 
 import lazymods as lm
-from lazymods.state.layouts import export_torch
+from lazymods.state.exporting import export_torch
 
 R = nnx.Rngs
 HEADING = "PyTorch cannot hold Net\n"

@@ -9,7 +9,8 @@ from flax import nnx
 from torch_files import imported, load, normal, stored
 
 import lazymods as lm
-from lazymods.state.layouts import export_torch, from_torch
+from lazymods.state.exporting import export_torch
+from lazymods.state.layouts import from_torch
 
 R = nnx.Rngs
 LINEAR = {"weight": normal(3, 3), "bias": normal(3)}

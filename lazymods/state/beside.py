@@ -1,0 +1,88 @@
+"""What a load looks at beside names and shapes: the configuration next to the file, and what it leaves to chance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lazymods._errors import Problem
+from lazymods.state import config_file, modes, tied_heads
+from lazymods.state.entries import Survey
+from lazymods.state.files.stored import Checkpoint
+from lazymods.state.load import LoadResult
+from lazymods.state.prepared import Prepared, with_copy
+
+
+class Beside:
+    """One load's second look.
+
+    Args:
+        survey: The model.
+        file: The file.
+        prepared: What it has.
+        layout: The layout that it was read with.
+        flatten: As for a load.
+
+    Attributes:
+        prepared: What the file has, and the output layer that it has tied to the embedding.
+        config: The configuration beside the file; None: there is none.
+        tied: That output layer's name, and the embedding's; None: there is none, or the file has both.
+    """
+
+    def __init__(
+        self,
+        survey: Survey,
+        file: Checkpoint,
+        prepared: Prepared,
+        layout: str,
+        flatten: Mapping[str, Sequence[int]] | None,
+    ) -> None:
+        self.survey = survey
+        self.is_torch: bool = layout == "torch"
+        self.flatten = flatten
+        self.config: config_file.Config | None = None if file.in_memory else config_file.beside(file.path)
+        is_tied = self.config is not None and self.config.ties and self.is_torch
+        self.tied: tuple[str, str] | None = tied_heads.find(survey.places, prepared.entries) if is_tied else None
+        if self.tied is not None and len(prepared.laid.get(self.tied[1], ())) == 1:
+            head, embedding = self.tied
+            second = f"{head.removesuffix('.kernel')}.weight"
+            prepared = with_copy(survey, file, flatten, prepared, embedding, second)
+        self.prepared: Prepared = prepared
+
+    def wrong_heads(self) -> list[Problem]:
+        """Find modules with another number of heads than the configuration says."""
+        loaded = [name for name in self.prepared.entries if name in self.survey.places]
+        return [] if self.config is None else config_file.wrong_heads(self.survey, self.config, loaded)
+
+    def remarks(self, result: LoadResult, entries: Mapping[str, Any], may_miss: Callable[[str], bool]) -> list[str]:
+        """Say what is good to know of a load that went well.
+
+        Args:
+            result: What it gave.
+            entries: What it was given.
+            may_miss: Says of a name whether the user knows that it may be missing.
+        """
+        out = [] if self.config is None else config_file.differences(self.survey, self.config, result.matched)
+        if self.tied is not None:
+            head, embedding = self.tied
+            out.append(
+                f"{head} and {embedding} are one parameter in the file (tie_word_embeddings) and two in the model; "
+                "both are filled, and will train apart. To use one for both: nnx.Embed.attend"
+            )
+        missing = [name for name in result.missing if not may_miss(name)]
+        return out + tied_heads.remarks(self.survey.places, missing, result.unexpected, entries)
+
+    def finish(self, result: LoadResult, mode: str | None) -> None:
+        """Put the model in a mode, or note in which it is; let its first call tell of a ``flatten`` that is missing."""
+        model = self.survey.model
+        if mode is not None:
+            modes.set_mode(model, mode)
+        elif note := modes.note_of(model):
+            result.notes.append(note)
+        if self.is_torch:
+            from lazymods.state import flattened  # with what runs models, which most loads do without
+
+            flattened.forget(model)
+            entries = self.prepared.entries
+            loaded = {name: entries[name] for name in result.matched if name in entries}
+            flattened.watch(model, flattened.suspects(self.survey, loaded, self.flatten))

@@ -1,0 +1,91 @@
+"""``export_torch``: a model's arrays as PyTorch's state dict, or as those of the very file that it was loaded from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from flax import nnx
+
+from lazymods._errors import Problem, StateDictError
+from lazymods._layer import stacks
+from lazymods.state.files.stored import Array
+from lazymods.state.layouts import with_sizes, written
+from lazymods.state.layouts.exporting import second, without_layers
+from lazymods.state.layouts.table import sites
+from lazymods.state.load import LoadResult
+from lazymods.state.way_back import WayBack, as_loaded
+
+
+def export_torch(
+    model: nnx.Module,
+    *,
+    flatten: Mapping[str, Sequence[int]] | None = None,
+    like: LoadResult | None = None,
+) -> dict[str, Array]:
+    """Return a model's parameters as PyTorch's state dict: its names and layouts, by module type.
+
+    What is shared appears under each of its names. Modules of types that PyTorch does not have keep their names and
+    layouts. A recurrent layer's bias is written as ``bias_ih``, with zeros as ``bias_hh``; ``num_batches_tracked`` is
+    0.
+
+    With ``like`` it is the inverse of that load: the file's names, its prefix and its fused or separate projections,
+    each array laid, shaped and typed as there, so that a strict ``load_state_dict`` of PyTorch takes it. Buffers that
+    the load has left out are the file's; what ``rename`` has dropped is left out, unless it was tied to what was
+    loaded. Parameters that the file did not have are written under their own names.
+
+    Args:
+        model: An nnx module, initialized.
+        flatten: As for a load: by a layer's name, the sizes ``(*spatial, channels)`` of what is flattened before it,
+            for a layer that is to follow a flatten with channels first; with ``like``, None is what the load had.
+        like: The result of the :func:`lazymods.load` of the model, or of one like it.
+
+    Returns:
+        numpy arrays by name, writable and contiguous, in the model's dtypes (bfloat16 is that of ml_dtypes), or those
+        of the file.
+
+    Raises:
+        UninitializedError: If a parameter has no value yet.
+        StateDictError: If PyTorch cannot hold a layer exactly, ``flatten`` does not fit, or the file's entries cannot
+            hold what the model has now.
+        TypeError: If ``like`` is no result of :func:`lazymods.load`.
+
+    Example:
+        >>> import lazymods as lm
+        >>> from flax import nnx
+        >>> {k: v.shape for k, v in lm.export_torch(nnx.Linear(3, 4, rngs=nnx.Rngs(0))).items()}
+        {'weight': (4, 3), 'bias': (4,)}
+    """
+    way: WayBack | None = None
+    if like is not None:
+        way = like.way_back if isinstance(like, LoadResult) else None
+        if way is None:
+            raise TypeError(f"like is the result of lm.load, got {type(like).__name__} of something else")
+        flatten = way.flatten if flatten is None else flatten
+    with stacks.apart():
+        out, problems = _exported(model, way, flatten)
+    if problems:
+        raise StateDictError(*problems, heading=f"PyTorch cannot hold {type(model).__name__}")
+    # torch.from_numpy takes neither reversed nor read-only arrays in silence
+    return {name: np.array(value, order="C") for name, value in out.items()}
+
+
+def _exported(
+    model: nnx.Module, way: WayBack | None, flatten: Mapping[str, Sequence[int]] | None
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the arrays, and what PyTorch cannot hold."""
+    problems: list[Problem] = []
+    if way is not None:
+        return as_loaded(model, way, flatten, problems), problems
+    found, problems = with_sizes(list(sites(model)), flatten)
+    made = written(model, found)
+    problems += made.problems
+    sequential = [site.prefix for site in found if isinstance(site.node, nnx.Sequential)]
+    out: dict[str, Any] = {}
+    for name, value in made.entries.items():
+        name = without_layers(name, sequential)
+        if name in out:
+            problems.append(second(name))
+        out[name] = value
+    return out, problems

@@ -1,0 +1,134 @@
+"""What a load takes beside a path: arrays in memory by name, nested or not, and PyTorch's modules.
+
+PyTorch is never imported here: whoever has a module or a tensor of its has imported it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.core import Tracer
+
+from lazymods._errors import Problem, StateDictError, describe
+from lazymods._initial.keys import is_key
+from lazymods.state.files.opening import read_checkpoint
+from lazymods.state.files.stored import IN_MEMORY, Checkpoint, StoredTensor, dtype_named
+from lazymods.state.opened import OpenCheckpoint
+from lazymods.state.values import as_array, is_deleted
+
+T = TypeVar("T")
+
+
+def read_source(
+    source: Any, read: Callable[[Checkpoint], T], *, as_stored: bool, variant: str | None = None
+) -> T:
+    """Return what ``read`` makes of a source.
+
+    Args:
+        source: A path, what :func:`lazymods.open` gives, a mapping of arrays, or a ``torch.nn.Module``.
+        read: What is to be done with it.
+        as_stored: Whether arrays of a mapping have to be as a file's are: they will be laid anew.
+        variant: As of :func:`lazymods.load`.
+
+    Raises:
+        TypeError: If it is none of these.
+        Exception: What opening the file raises, or ``read``.
+    """
+    if isinstance(source, (str, bytes, os.PathLike)):
+        return read_checkpoint(source, read, variant=variant)
+    if variant is not None:
+        raise TypeError(f"variant names files of a folder, and the source is {describe(source)}")
+    if isinstance(source, OpenCheckpoint):
+        return read(source.checkpoint)
+    return read(_in_memory(source, as_stored=as_stored))
+
+
+def _in_memory(source: Any, *, as_stored: bool) -> Checkpoint:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(source, torch.nn.Module):
+        title, named = f"the torch module {type(source).__name__}", dict(source.state_dict())
+    elif isinstance(source, Mapping):
+        title, named = "the mapping", dict(_flattened("", source, ()))
+    else:
+        needed = "a path, a mapping from names to arrays, or a torch.nn.Module"
+        line = "; lm.load_state_dict(model, lm.state_dict(other)) takes one model's arrays to another"
+        raise TypeError(f"source is {needed}, got {describe(source)}{line if isinstance(source, nnx.Pytree) else ''}")
+    path = Path(title)
+    ties = _ties(torch, named) if torch is not None else ()
+    if as_stored:
+        named = {name: _stored(name, value, path) for name, value in named.items()}
+    return Checkpoint(path, IN_MEMORY, named, ties=ties)
+
+
+def _flattened(prefix: str, mapping: Mapping[Any, Any], above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
+    if id(mapping) in above:
+        raise TypeError("a mapping that holds itself, where names lead to arrays")
+    seen: set[str] = set()
+    for key, value in mapping.items():
+        if not isinstance(key, (str, int)) or isinstance(key, bool):
+            raise TypeError(f"names are texts or whole numbers, got {key!r} of type {type(key).__name__}")
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and not isinstance(value, nnx.Variable):
+            below = list(_flattened(f"{name}.", value, (*above, id(mapping))))
+        else:
+            below = [(name, value)]
+        for found, _ in below:
+            if found in seen:
+                raise TypeError(f"two entries of the name {found!r}, one of them in a mapping of the mapping")
+            seen.add(found)
+        yield from below
+
+
+def _stored(name: str, value: Any, path: Path) -> Any:
+    """Return an array of the memory as if it were in a file; what is no array at all stays as it is."""
+    if isinstance(value, nnx.Variable):
+        value = value.get_raw_value()
+    if not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return value
+    if isinstance(value, Tracer):
+        needed = "a value: it is laid anew by numpy, outside of any transform"
+        line = "lm.load before the transform, or lm.load_state_dict in it"
+        problem = Problem(name, describe(value), needed, line)
+        return StoredTensor(name, tuple(value.shape), np.dtype(value.dtype), path, partial(_refuse, problem, path))
+    if isinstance(value, jax.Array):
+        if is_key(value) or is_deleted(value):
+            return value  # the load says what is wrong with it, or takes it
+        return StoredTensor(name, tuple(value.shape), np.dtype(value.dtype), path, partial(np.asarray, value))
+    array = as_array(value)
+    if array is not None:
+        array = np.asarray(array)
+        return StoredTensor(name, array.shape, array.dtype, path, lambda: array)
+    dtype = dtype_named(str(value.dtype).removeprefix("torch."))
+    if dtype is None or isinstance(value, np.ndarray):
+        return value
+    got = f"{describe(value)}, which has no array of numbers in memory"  # it matters if it is asked for
+    problem = Problem(name, got, "an array of numbers", f"an array for {name!r}")
+    return StoredTensor(name, tuple(value.shape), dtype, path, partial(_refuse, problem, path))
+
+
+def _refuse(problem: Problem, path: Path) -> Any:
+    raise StateDictError(problem, heading=f"{path} can't be laid anew")
+
+
+def _ties(torch: Any, named: Mapping[str, Any]) -> Collection[Sequence[str]]:
+    """Return the names of PyTorch's tensors that share all of their memory, in groups."""
+    groups: dict[Any, list[str]] = {}
+    for name, value in named.items():
+        if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+            with contextlib.suppress(RuntimeError):  # one without memory
+                key = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+                groups.setdefault(key, []).append(name)
+    return [group for group in groups.values() if len(group) > 1 and not _is_nowhere(named[group[0]])]
+
+
+def _is_nowhere(tensor: Any) -> bool:
+    return tensor.is_meta or tensor.data_ptr() == 0

@@ -1,0 +1,207 @@
+"""The way back of a load: from a model's arrays to those of the file, name by name and step by step.
+
+A load notes what it did with each entry (:class:`WayBack`); here it is undone from the end: layout, matched names,
+rules and renames. Only shapes, dtypes and names are kept, and the values of what no model holds: buffers, scales.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lazymods._errors import Problem
+from lazymods.state.entries import named_places
+from lazymods.state.files.stored import Array, StoredTensor
+from lazymods.state.flow import Applied, Entry, Flow, Slices, Unfit, remembered
+from lazymods.state.layouts.computed import norm_over
+from lazymods.state.layouts.exporting import written
+from lazymods.state.layouts.importing import with_sizes
+from lazymods.state.layouts.site import Refusal
+from lazymods.state.layouts.table import sites
+from lazymods.state.values import as_array, cast_problem, same_values
+
+_WITHOUT = "lm.export_torch(model) without like"
+_NORMED = re.compile(r"(?:(.*\.)?parametrizations\.(\w+)\.original1|(.*\.)?(\w+)_v)")
+
+
+@dataclasses.dataclass(frozen=True)
+class WayBack:
+    """What a load did.
+
+    Attributes:
+        layout: Its layout.
+        flatten: Its flatten.
+        originals: The file's entries by name, in the file's order.
+        applied: The uses of rules, in order.
+        final: The entries by the names that the layout was given.
+        loaded: Those of these names that the model has values of.
+        kept: The values of entries that the model does without, by the file's names.
+        tied: For an entry that was left out, the one that it is tied to in the file.
+        stacked: By the model's names of what was stacked, the axis and length of each stack.
+    """
+
+    layout: str
+    flatten: Mapping[str, Sequence[int]] | None
+    originals: Mapping[str, Entry]
+    applied: Sequence[Applied]
+    final: Mapping[str, Entry]
+    loaded: frozenset[str]
+    kept: Mapping[str, Array]
+    tied: Mapping[str, str]
+    stacked: Mapping[str, tuple[tuple[int, int], ...]]
+
+
+def forget_values(flow: Flow) -> None:
+    """Let go of all values that the way back does not need: those of the file live as long as its map else."""
+    kept = {id(use.inputs[i]) for use in flow.applied for i in range(len(use.inputs)) if use.rule.keeps(i)}
+    entries = [*flow.originals.values(), *(e for use in flow.applied for e in (*use.inputs, *use.outputs))]
+    for entry in {id(entry): entry for entry in entries}.values():
+        entry.tensor = remembered(entry.tensor, values=id(entry) in kept)
+
+
+def same_entries(left_out: Sequence[Entry], used: Sequence[Entry]) -> list[list[str]]:
+    """Return the names of entries that were left out, each with that of a used one of the same bits: a tied head."""
+    pairs = []
+    for entry in left_out:
+        tensor = entry.tensor
+        if not isinstance(tensor, StoredTensor) or len(tensor.shape) < 2:
+            continue
+        for other in used:
+            twin = other.tensor
+            is_alike = isinstance(twin, StoredTensor) and (twin.shape, twin.dtype) == (tensor.shape, tensor.dtype)
+            if is_alike and _starts_as(tensor, twin) and same_values(tensor.read(), twin.read()):
+                pairs.append([entry.sources[0], other.sources[0]])
+                break
+    return pairs
+
+
+def _starts_as(one: StoredTensor, other: StoredTensor) -> bool:
+    return same_values(one.read()[:1], other.read()[:1])
+
+
+# ---------------------------------------------------------------- back
+
+
+def as_loaded(
+    model: Any, way: WayBack, flatten: Mapping[str, Sequence[int]] | None, problems: list[Problem]
+) -> dict[str, Array]:
+    """Return a model's arrays as the file had them, and note what it cannot hold.
+
+    Raises:
+        UninitializedError: If a parameter has no value yet.
+    """
+    if way.layout == "torch":
+        made, counters = _laid(model, way, flatten, problems)
+    else:
+        made, counters = _plain(model), set()
+    values = {id(way.final[name]): value for name, value in made.items() if name in way.final}
+    lost = [name for name in way.loaded if id(way.final[name]) not in values]
+    out = _originals(way, _undo(way, values, problems), problems)
+    for name in lost if not problems else ():
+        got = "an entry of the file that the model's parameters were computed from"
+        needed = "a parameter that the file has as it is: from these parts there is no way back"
+        problems.append(Problem(name, got, needed, _WITHOUT))
+    for name, value in made.items():
+        if name in way.final or name in counters or _is_zero_bias(name, value, way):
+            continue
+        if name in out:
+            problems.append(Problem(name, "two entries of that name", "one", _WITHOUT))
+        out[name] = _whole(value)
+    return out
+
+
+def _originals(way: WayBack, undone: Mapping[int, Any], problems: list[Problem]) -> dict[str, Array]:
+    """Return the file's entries, in its order: those of the model, what was kept, and what is tied to these."""
+    out: dict[str, Array] = {}
+    for name, entry in way.originals.items():
+        value = undone.get(id(entry))
+        if name in way.kept:
+            out[name] = way.kept[name]
+        elif value is not None and isinstance(entry.tensor, StoredTensor):
+            out[name] = _as_in_file(name, _whole(value), entry.tensor, problems)
+    out |= {name: out[other] for name, other in way.tied.items() if name not in out and other in out}
+    return {name: out[name] for name in way.originals if name in out}
+
+
+def _plain(model: Any) -> dict[str, Array]:
+    """Return a model's arrays by their own names."""
+    out = {}
+    for name, place in named_places(model).items():
+        value = None if place.is_rng or place.lazy else as_array(place.value)
+        if value is not None:
+            out[name] = np.asarray(value)
+    return out
+
+
+def _laid(
+    model: Any, way: WayBack, flatten: Mapping[str, Sequence[int]] | None, problems: list[Problem]
+) -> tuple[dict[str, Any], set[str]]:
+    """Return a model's arrays as PyTorch lays them, under the names that the layout was given."""
+    found, wrong = with_sizes(list(sites(model)), flatten)
+    made = written(model, found, names=way.final.keys(), stacked=way.stacked)
+    problems += wrong + made.problems
+    entries = dict(made.entries)
+    for name in way.final:
+        if name not in way.loaded:
+            continue
+        match = _NORMED.fullmatch(name)
+        if match is None:
+            continue
+        stem, entry = (match[1] or "", match[2]) if match[2] else (match[3] or "", match[4])
+        magnitude = name[:-1] + ("0" if match[2] else "g")
+        if f"{stem}{entry}" in entries and magnitude in way.final and name not in entries:
+            value = entries.pop(f"{stem}{entry}")
+            shape = way.final[magnitude].tensor.shape
+            try:
+                entries[magnitude], entries[name] = norm_over(_whole(value), shape).reshape(shape), value
+            except Refusal as refusal:
+                problems.append(refusal.at(name))
+    return entries, made.counters
+
+
+def _is_zero_bias(name: str, value: Any, way: WayBack) -> bool:
+    """Whether it is the bias, zeros, of a recurrent layer that has none in the file."""
+    stem, _, leaf = name.rpartition(".")
+    beside = f"{stem}.{leaf}".lstrip(".").replace("bias_hh", "weight_ih").replace("bias_ih", "weight_ih")
+    is_bias = leaf.startswith(("bias_ih", "bias_hh")) and beside in way.final
+    return is_bias and not np.any(np.asarray(_whole(value)) != 0)
+
+
+def _undo(way: WayBack, values: dict[int, Any], problems: list[Problem]) -> dict[int, Any]:
+    """Undo the rules, the last first."""
+    for rule, inputs, outputs in reversed(way.applied):
+        results = [values.get(id(entry)) for entry in outputs]
+        if all(result is None for result in results):
+            continue  # the model has nothing of it
+        given = [r if rule.takes_slices or r is None else _whole(r) for r in results]
+        try:
+            before = rule.backward(given, [entry.tensor for entry in inputs])
+        except Unfit as unfit:
+            where = " and ".join(dict.fromkeys(entry.name for entry in outputs))
+            problems.append(Problem(where, unfit.got, f"{unfit.needed}: {rule!r} has no way back else", _WITHOUT))
+            continue
+        for entry, value in zip(inputs, before, strict=True):
+            values[id(entry)] = value
+    return values
+
+
+def _whole(value: Any) -> Array:
+    """Return an array; a stack that no rule has taken apart was stacked in the file along its first axis."""
+    return np.stack([_whole(part) for part in value.parts]) if isinstance(value, Slices) else value
+
+
+def _as_in_file(name: str, value: Array, like: StoredTensor, problems: list[Problem]) -> Array:
+    """Return an array in the dtype that the file has it in."""
+    if value.dtype == like.dtype:
+        return value
+    reason = cast_problem(value, like.dtype)
+    if reason is not None:
+        got = f"{value.dtype}{list(value.shape)}, and {like.dtype} in the file"
+        problems.append(Problem(name, got, reason, _WITHOUT))
+        return value
+    with np.errstate(all="ignore"):
+        return value.astype(like.dtype)

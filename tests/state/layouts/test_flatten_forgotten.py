@@ -1,0 +1,231 @@
+"""A ``flatten=`` that was forgotten is told by the first call, and by nothing else; the values are PyTorch's."""
+
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import assert_same_model, spec
+
+import lazymods as lm
+
+torch = pytest.importorskip("torch", reason="PyTorch tells the values")
+
+CONV = torch.nn.Conv2d(3, 5, 3, padding=1)
+LINEAR, NORM = torch.nn.Linear(5 * 2 * 3, 2), torch.nn.BatchNorm1d(5 * 2 * 3).eval()
+X = torch.randn(2, 3, 4, 6, generator=torch.Generator().manual_seed(0))
+IMAGE = jnp.asarray(X.numpy().transpose(0, 2, 3, 1))
+POOL = torch.nn.MaxPool2d(2)
+
+
+@torch.no_grad()
+def by_torch(*after: Any) -> np.ndarray:
+    return torch.nn.Sequential(CONV, POOL, *after)(X).numpy()
+
+
+WANTED = by_torch(torch.nn.ReLU(), torch.nn.Flatten(), LINEAR)
+
+
+class Net(nnx.Module):
+    """Convolution, pooling, whatever brings the map to the linear layer."""
+
+    def __init__(self, flatten: Callable[[jax.Array], jax.Array] = lambda x: x.reshape(len(x), -1)) -> None:
+        self.conv = lm.LazyConv2d(5, 3, rngs=nnx.Rngs(0))
+        self.fc = lm.LazyLinear(2, rngs=nnx.Rngs(0))
+        self.flatten = flatten
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc(self.flatten(nnx.relu(nnx.max_pool(self.conv(x), (2, 2), (2, 2)))))
+
+
+def state(**modules: Any) -> dict[str, np.ndarray]:
+    return {f"{n}.{k}": v.detach().numpy() for n, m in modules.items() for k, v in m.state_dict().items()}
+
+
+FILE = state(conv=CONV, fc=LINEAR)
+TEXT = (
+    "fc of Net: the input was flattened channels last, and the weight was loaded as one of PyTorch, which flattens "
+    "channels first: the output is wrong. Load again with flatten={'fc': (2, 3, 5)}, or {'fc': (30,)} if PyTorch "
+    "flattens as the model does"
+)
+
+
+def loaded(model: Any, file: dict[str, np.ndarray] | None = None, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm.load(model, FILE if file is None else file, layout="torch", **options)
+    return model
+
+
+CALLS = {
+    "plain": lambda m: m(IMAGE),
+    "nnx.jit": lambda m: nnx.jit(lambda m, x: m(x))(m, IMAGE),
+    "jax.jit": lambda m: jax.jit(m)(IMAGE),
+    "lm.jit": lambda m: lm.jit(m)(IMAGE),
+    "jax.vmap": lambda m: jax.vmap(m)(IMAGE[:, None]),
+    "nnx.grad": lambda m: nnx.grad(lambda m: m(IMAGE).sum())(m),
+    "infer_shapes": lambda m: lm.infer_shapes(m, spec(1, 4, 6, 3)),
+    "eval_shape": lambda m: jax.eval_shape(m, spec(1, 4, 6, 3)),
+    "a copy": lambda m: nnx.clone(m)(IMAGE),
+    "an unpickled one": lambda m: pickle.loads(pickle.dumps(m))(IMAGE),
+}
+
+
+def flat(x: jax.Array) -> jax.Array:
+    return x.reshape(len(x), -1)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+def test_the_first_call_tells(call: Callable[[Any], Any]) -> None:
+    model = loaded(Net(flat))
+    with pytest.warns(UserWarning) as caught:
+        call(model)
+    assert [str(w.message) for w in caught] == [TEXT]
+
+
+def test_it_tells_once_and_leaves_nothing_behind() -> None:
+    model = loaded(Net(flat))
+    with pytest.warns(UserWarning, match="fc of Net"):
+        wrong = model(IMAGE)
+    assert type(model) is Net and np.abs(np.asarray(wrong) - WANTED).max() > 0.1
+    assert np.array_equal(model(IMAGE), wrong)
+    explicit = Net(flat)
+    lm.materialize(explicit, spec(1, 4, 6, 3))
+    nnx.update(explicit, nnx.state(model))
+    assert_same_model(model, explicit)
+
+
+def test_a_warning_that_is_an_error_refuses_the_call() -> None:
+    model = loaded(Net(flat))
+    with warnings.catch_warnings(), pytest.raises(UserWarning, match="the output is wrong"):
+        warnings.simplefilter("error")
+        model(IMAGE)
+
+
+def test_the_line_that_it_gives_is_right() -> None:
+    flatten = {"fc": (2, 3, 5)}
+    model = loaded(Net(flat), flatten=flatten)
+    assert type(model) is Net
+    np.testing.assert_allclose(model(IMAGE), WANTED, atol=1e-5)
+    again = loaded(loaded(Net(flat)), flatten=flatten)  # the first one's hook is gone
+    assert type(again) is Net
+    np.testing.assert_allclose(again(IMAGE), WANTED, atol=1e-5)
+
+
+def test_who_says_that_the_order_is_the_same_is_told_nothing() -> None:
+    assert type(loaded(Net(flat), flatten={"fc": (30,)})) is Net
+
+
+RIGHT = {
+    "channels first before the flatten": lambda x: jnp.moveaxis(x, -1, 1).reshape(len(x), -1),
+    "another order on purpose": lambda x: x.transpose(0, 2, 1, 3).reshape(len(x), -1),
+}
+
+
+@pytest.mark.parametrize("flatten", RIGHT.values(), ids=list(RIGHT))
+def test_a_model_that_brings_the_axes_in_an_order_of_its_own_is_told_nothing(flatten: Any) -> None:
+    model = loaded(Net(flatten))
+    out = model(IMAGE)  # warnings are errors
+    assert type(model) is Net
+    if flatten is RIGHT["channels first before the flatten"]:
+        np.testing.assert_allclose(out, WANTED, atol=1e-5)
+
+
+WAYS = {
+    "ravel": lambda x: jax.vmap(jnp.ravel)(x),
+    "collapse": lambda x: jax.lax.collapse(x, 1),
+    "relu after it": lambda x: nnx.relu(x.reshape(len(x), -1)),
+    "under jit": lambda x: jax.jit(lambda x: nnx.relu(x * 2).reshape(len(x), -1))(x),
+    "two steps": lambda x: x.reshape(len(x), 2, -1).reshape(len(x), -1),
+    "a cast": lambda x: x.astype(jnp.bfloat16).reshape(len(x), -1).astype(jnp.float32),
+    "dropout": lambda x: nnx.Dropout(0.5, deterministic=True)(x.reshape(len(x), -1)),
+    "a concatenation": lambda x: jnp.concatenate([x[..., :2], x[..., 2:]], -1).reshape(len(x), -1),
+}
+
+
+@pytest.mark.parametrize("flatten", WAYS.values(), ids=list(WAYS))
+def test_it_is_seen_through_what_leaves_the_order(flatten: Any) -> None:
+    model = loaded(Net(flatten))
+    with pytest.warns(UserWarning, match="fc of Net"):
+        model(IMAGE)
+
+
+def test_pooled_maps_and_tokens_need_no_flatten() -> None:
+    class Pooled(Net):
+        def __call__(self, x: jax.Array) -> jax.Array:
+            y = self.conv(x)
+            return self.fc(jnp.concatenate([y.mean((1, 2)), y.max((1, 2))], -1))
+
+    class Tokens(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = lm.LazyLinear(5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:  # tokens have the same order in PyTorch
+            tokens = self.proj(self.conv(x).reshape(len(x), -1, 5))
+            return self.fc(tokens.reshape(len(x), -1))
+
+    pooled = torch.nn.Linear(10, 2)
+    model = loaded(Pooled(), state(conv=CONV, fc=pooled))
+    maps = by_torch_map()
+    wanted = pooled(torch.cat([maps.mean((2, 3)), maps.amax((2, 3))], -1)).detach().numpy()
+    np.testing.assert_allclose(model(IMAGE), wanted, atol=1e-5)
+    linear, proj = torch.nn.Linear(5 * 24, 2), torch.nn.Linear(5, 5)
+    model = loaded(Tokens(), state(conv=CONV, fc=linear, proj=proj))
+    wanted = linear(proj(maps.flatten(2).transpose(1, 2)).flatten(1)).detach().numpy()
+    np.testing.assert_allclose(model(IMAGE), wanted, atol=1e-5)
+    assert type(model) is Tokens
+
+
+def by_torch_map() -> Any:
+    with torch.no_grad():
+        return CONV(X)
+
+
+def test_a_norm_after_the_flatten_needs_it_as_well() -> None:
+    class Normed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = lm.LazyBatchNorm(use_running_average=True, epsilon=1e-5, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.fc(self.bn(nnx.max_pool(self.conv(x), (2, 2), (2, 2)).reshape(len(x), -1)))
+
+    with torch.no_grad():
+        for value in (NORM.running_mean, NORM.weight, NORM.bias):
+            value.copy_(torch.randn(30, generator=torch.Generator().manual_seed(1)))
+    file = FILE | state(bn=NORM)
+    with pytest.warns(UserWarning, match="fc, bn of Normed|bn, fc of Normed"):
+        loaded(Normed(), file)(IMAGE)
+    sizes = {"bn": (2, 3, 5), "fc": (2, 3, 5)}
+    model = loaded(Normed(), file, flatten=sizes)
+    np.testing.assert_allclose(model(IMAGE), by_torch(torch.nn.Flatten(), NORM, LINEAR), atol=1e-4)
+    for name, value in lm.export_torch(model, flatten=sizes).items():
+        assert np.array_equal(value, file[name])
+
+
+def test_flatten_takes_the_names_of_a_sequential_and_lists_those_that_there_are() -> None:
+    def model() -> nnx.Module:
+        layers = lm.LazyConv2d(5, 3, rngs=nnx.Rngs(0)), nnx.relu, flat, lm.LazyLinear(2, rngs=nnx.Rngs(0))
+        return nnx.Dict(net=nnx.Sequential(*layers))
+
+    linear = torch.nn.Linear(5 * 24, 2)
+    net = torch.nn.Sequential(CONV, torch.nn.ReLU(), torch.nn.Flatten(), linear)
+    for name in ("net.3", "net.layers.3"):
+        loaded_one = loaded(model(), state(net=net), flatten={name: (4, 6, 5)})
+        np.testing.assert_allclose(loaded_one["net"](IMAGE), net(X).detach().numpy(), atol=1e-5)
+    with pytest.raises(lm.StateDictError, match=r"the name of a Linear, .* or RMSNorm of the model: net\.3"):
+        lm.load(model(), state(net=net), layout="torch", flatten={"fc": (4, 6, 5)})
+
+
+def test_a_call_that_fails_says_what_is_wrong_itself(tmp_path: Path) -> None:
+    model = loaded(Net(lambda x: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        model(IMAGE)
+    assert type(model) is Net
