@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -80,14 +81,7 @@ def _bytes_here(entry: Spread) -> int:
     if isinstance(entry.value, Unread) and not entry.value.stored.is_read_in_parts and not _is_restored(entry):
         return entry.value.nbytes
     parts = parts_here(entry.sharding, entry.value.shape)
-    return entry.value.nbytes if () in parts else sum(_count(part) for part in parts) * entry.value.dtype.itemsize
-
-
-def _count(part: Part) -> int:
-    count = 1
-    for begin, end in part:
-        count *= end - begin
-    return count
+    return sum(math.prod([end - begin for begin, end in part]) for part in parts) * entry.value.dtype.itemsize
 
 
 # ---------------------------------------------------------------- parts of a file, or of an array of numpy
