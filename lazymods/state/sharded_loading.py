@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -80,14 +81,7 @@ def _bytes_here(entry: Spread) -> int:
     if isinstance(entry.value, Unread) and not entry.value.stored.is_read_in_parts and not _is_restored(entry):
         return entry.value.nbytes
     parts = parts_here(entry.sharding, entry.value.shape)
-    return entry.value.nbytes if () in parts else sum(_count(part) for part in parts) * entry.value.dtype.itemsize
-
-
-def _count(part: Part) -> int:
-    count = 1
-    for begin, end in part:
-        count *= end - begin
-    return count
+    return sum(math.prod([end - begin for begin, end in part]) for part in parts) * entry.value.dtype.itemsize
 
 
 # ---------------------------------------------------------------- parts of a file, or of an array of numpy
@@ -150,7 +144,7 @@ def _restored(entries: Sequence[Spread], misfits: Misfits) -> dict[str, jax.Arra
     from lazymods.state.files.orbax_restoring import restore
 
     sources: list[Any] = [e.value.stored.source for e in entries if isinstance(e.value, Unread)]
-    arrays = restore(sources, [e.sharding for e in entries])
+    arrays = restore(sources, [_where_to_restore(e.sharding) for e in entries])
     out = {}
     for entry, array in zip(entries, arrays, strict=True):
         for shard in array.addressable_shards if array.dtype != entry.dtype or array.dtype == np.bool_ else ():
@@ -159,3 +153,9 @@ def _restored(entries: Sequence[Spread], misfits: Misfits) -> dict[str, jax.Arra
         cast = array if array.dtype == entry.dtype else array.astype(entry.dtype)
         out[entry.name] = cast if cast.sharding == entry.sharding else put(cast, entry.sharding)
     return out
+
+
+def _where_to_restore(sharding: Any) -> Any:
+    """Return where Orbax restores: what every device holds whole on one of them, for it would be read for each."""
+    here = sorted(sharding.addressable_devices, key=lambda device: device.id)
+    return jax.sharding.SingleDeviceSharding(here[0]) if sharding.is_fully_replicated and here else sharding

@@ -116,6 +116,33 @@ def state(folder: Path) -> Any:
 
 
 @job
+def unplaceable(folder: Path) -> Any:
+    """A save whose folder the first process cannot put in its place."""
+    from lazymods.state.files import replacing
+
+    model = MLP(1)
+    lm.load(model, folder / "model.safetensors", mesh=all_devices(), rules=RULES)
+    lm.save(model, folder / "kept")
+    ordinary, told = replacing.Room.put_in_place, []
+
+    def fail(self: Any, check: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for _ in range(2):
+        replacing.Room.put_in_place = fail
+        try:
+            lm.save(model, folder / "kept")
+        except lm.CheckpointError as error:
+            told.append(error.problems[0].got)
+        replacing.Room.put_in_place = ordinary
+    lm.save(model, folder / "kept")
+    again = MLP(2)
+    lm.load(again, folder / "kept", mesh=all_devices(), rules=RULES)
+    write_shards(folder, "kept", again)
+    return told
+
+
+@job
 def absent(folder: Path) -> Any:
     """A save that the last process has no part in."""
     from lazymods.state import orbax_saving
