@@ -62,7 +62,7 @@ def drawing(units: tuple[Unit, ...], rows: int, skips: int = 0) -> Kernel:
     return jax.jit(kernel)
 
 
-def _index(start: Any, left_out: Any, shape: tuple[int, int]) -> Any:
+def _index(start: Any, left_out: Any, shape: tuple[int, ...]) -> Any:
     """Return the index of each element of some rows.
 
     Args:

@@ -19,10 +19,10 @@ from lazymods._initial.stacking import Shape
 
 
 class Skip(NamedTuple):
-    """After each ``period`` elements of a part, ``count`` elements of the whole value are left out."""
+    """After each ``period`` elements of a part, ``width`` elements of the whole value are left out."""
 
     period: int
-    count: int
+    width: int
 
 
 class Part(NamedTuple):
@@ -74,15 +74,17 @@ def assembled(shape: Shape, dtype: Any, sharding: Any, arrays: Sequence[jax.Arra
 def put(value: Any, sharding: Any) -> Any:
     """Bring a value that each process has to its place on a mesh; what is no array, or is there already, stays.
 
-    No process asks another for anything.
+    No process asks another for anything. Of an array without values it is noted where it goes.
     """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     if not isinstance(value, (jax.Array, np.ndarray)) or _compat.is_tracer(value):
         return value
     if isinstance(value, jax.Array) and value.committed and is_at(value, sharding):
         return value
     if sharding.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
         return jax.device_put(value, sharding)
-    if is_key(value):
+    if isinstance(value, jax.Array) and is_key(value):
         return _put_keys(value, sharding)
     whole = np.asarray(value)
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
@@ -91,7 +93,7 @@ def put(value: Any, sharding: Any) -> Any:
 def _put_keys(keys: jax.Array, sharding: Any) -> jax.Array:
     data, impl = np.asarray(jax.random.key_data(keys)), str(jax.random.key_impl(keys))
     indices = sharding.addressable_devices_indices_map(keys.shape)
-    parts = [jax.device_put(jax.random.wrap_key_data(data[index], impl=impl), d) for d, index in indices.items()]
+    parts = [jax.random.wrap_key_data(jax.device_put(data[index], d), impl=impl) for d, index in indices.items()]
     return jax.make_array_from_single_device_arrays(keys.shape, sharding, parts)
 
 

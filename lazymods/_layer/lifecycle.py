@@ -192,12 +192,12 @@ class PendingValues:
             requests.append(request(abstract, abstract.slots[path], alive[-1], pending.dtype, known))
         return InitBatch(requests, self._calling)
 
-    def describe(self) -> tuple[dict[int, str], int]:
-        """Say how each value is made, by the id of its placeholder; and how many kernels draw."""
+    def describe(self) -> tuple[dict[int, tuple[str, bool]], int]:
+        """Say how each value is made, and whether as a whole, by its placeholder's id; and how many kernels draw."""
         if self._plan is None:
             return {}, 0
-        said = zip(self._places, self._plan.describe(), strict=True)
-        return {id(self.layers[i][1][path]): text for (i, path), text in said}, len(self._plan.kernels())
+        said = zip(self._places, self._plan.describe(), self._plan.made_whole(), strict=True)
+        return {id(self.layers[i][1][p]): (text, whole) for (i, p), text, whole in said}, len(self._plan.kernels())
 
     def run(self) -> list[dict[Path, Any]]:
         """Compute what is known to come out as the layers themselves would make it, by layer and path."""

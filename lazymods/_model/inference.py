@@ -117,7 +117,8 @@ def materialize(
         ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
         UninitializedError: If a layer's ``initialize_parameters`` leaves a parameter empty.
         LazyError: If parameters do not fit on the mesh; it lists all of them, and nothing is made.
-        ArgumentError: If mesh, rules and device do not go together, or the mesh has no devices.
+        ArgumentError: If mesh, rules and device do not go together, the mesh has no devices, or the model is one of a
+            function that is being traced.
         RuntimeError: If JAX has no backend of the name ``init_backend``.
 
     Example:
@@ -131,6 +132,10 @@ def materialize(
     if isinstance(mesh, AbstractMesh):
         needed, write = "a mesh of devices to make parameters on", "lm.infer_shapes(model, x, mesh=mesh, rules=rules)"
         raise ArgumentError(Problem("mesh=", "an AbstractMesh", needed, write))
+    if mesh is not None and _compat.home_trace(model) is not _compat.eval_trace():
+        got = "a mesh, for a model that a function which is being traced has made, or has as an argument"
+        needed = "a call outside of it: in a program XLA decides where things go"
+        raise ArgumentError(Problem("mesh=", got, needed, "lm.materialize(model, x, mesh=mesh) before"))
     places = Places(mesh, rules, device)
     return _materialize(lambda: AbstractCall(model, args, kwargs), device, dtype, init_backend, places)
 

@@ -32,11 +32,14 @@ class ParameterShape:
         shared: Whether it is one that an earlier row has too: totals count it once.
         init: How ``materialize`` makes it: by which initializer, and from which compiled kernel; the value itself
             where all elements are equal; '' if it has a value, or is made by ``initialize_parameters``.
+        made_whole: Whether ``materialize`` makes it whole before the devices of a mesh get their parts, as its
+            initializer can't be drawn in parts. ``infer_shapes`` calls no initializer of a user, and says False.
         trained: Of an ``nnx.Param``, False if it is frozen (``lm.autograd.requires_grad_``); None of a buffer.
         sharding: Where it goes on the mesh; None without a mesh, or while an axis is unknown.
         gradient_bytes_per_device: Bytes of its gradient on a device; None unless an optimizer was given.
         optimizer_bytes_per_device: Bytes that the optimizer keeps for it on a device; None likewise.
-        metadata: That of its Variable.
+        metadata: That of its Variable; empty of an array without one, None of what a mesh leaves where it is: an array
+            of numpy, or a random key.
         first_name: Its dotted name in the model; the first one if it is shared.
     """
 
@@ -45,11 +48,12 @@ class ParameterShape:
     dtype: Any
     shared: bool = False
     init: str = ""
+    made_whole: bool = False
     trained: bool | None = None
     sharding: NamedSharding | None = None
     gradient_bytes_per_device: int | None = None
     optimizer_bytes_per_device: int | None = None
-    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    metadata: Mapping[str, Any] | None = dataclasses.field(default_factory=dict, repr=False, compare=False)
     first_name: str = ""
 
     @property
@@ -214,7 +218,7 @@ class ShapeReport:
         """Return the table's heads and rows as texts."""
         heads = ["path", "layer", "input", "inferred", "parameters", "dtype", "count", "bytes"]
         flops = self.flops is not None or any(row.flops is not None for row in self.rows)
-        init = any(p.init for row in self.rows for p in row.parameters)
+        init = any(_show_init(p) for row in self.rows for p in row.parameters)
         planned = self.optimizer_bytes_apart is not None
         rows = []
         for row in self.rows:
@@ -227,7 +231,7 @@ class ShapeReport:
                 unknown = "" if row.inputs is None else "?"
                 cells.append(unknown if row.flops is None else f"{row.flops:,.0f}")
             if init:
-                cells.append("\n".join(p.init for p in row.parameters))
+                cells.append("\n".join(map(_show_init, row.parameters)))
             rows.append(cells)
         heads += ["sharding", "on a device"] * (self.mesh is not None) + ["gradients", "optimizer"] * planned
         return heads + ["FLOPs"] * flops + ["init"] * init, rows
@@ -304,7 +308,15 @@ def _sum_of(numbers: Iterable[int | None]) -> int | None:
 
 
 def _show_place(parameter: ParameterShape) -> str:
+    if parameter.metadata is None:
+        return ""
     return "?" if parameter.sharding is None else show_spec(parameter.sharding.spec)
+
+
+def _show_init(parameter: ParameterShape) -> str:
+    """Say how a parameter is made, and where it has a place, if that is as a whole."""
+    whole = ["made whole"] if parameter.made_whole and parameter.sharding is not None else []
+    return ", ".join([parameter.init][: bool(parameter.init)] + whole)
 
 
 def show_spec(spec: PartitionSpec) -> str:

@@ -12,11 +12,14 @@ from flax import nnx
 from lazymods import _graph
 from lazymods._errors import describe_call
 from lazymods._graph import Path, dotted
+from lazymods._initial.keys import is_key
 from lazymods._layer.lifecycle import PendingValues
 from lazymods._model import hooks
 from lazymods._model.abstract_call import AbstractCall, hidden_nodes
 from lazymods._model.report import LayerRow, ParameterShape, ShapeReport
 from lazymods._objects.traced_state import TracedState
+
+_UNKNOWN = "", False
 
 
 def report_of(model: Any, session: AbstractCall | None, drawing: PendingValues | None = None) -> ShapeReport:
@@ -40,8 +43,9 @@ def report_of(model: Any, session: AbstractCall | None, drawing: PendingValues |
             dataclasses.replace(p, first_name=first_names.get(p.first_name, p.first_name)) for p in parameters
         )
         if lazy and how:
-            inits = {e.name: how.get(id(e.value), "") for e in _graph.entries(node)}
-            parameters = tuple(dataclasses.replace(p, init=inits.get(p.name, "")) for p in parameters)
+            inits = {e.name: how.get(id(e.value), _UNKNOWN) for e in _graph.entries(node)}
+            said = [(p, *inits.get(p.name, _UNKNOWN)) for p in parameters]
+            parameters = tuple(dataclasses.replace(p, init=text, made_whole=whole) for p, text, whole in said)
         if not parameters and not lazy:
             continue
         call = session.calls.get(path) if session is not None else None
@@ -132,10 +136,15 @@ def _own_parameters(node: Any, at: Path, seen: dict[int, str]) -> Iterator[Param
                 _shape_of(entry.name, value),
                 shared=id(value) in seen,
                 trained=_graph.is_trained(value) if isinstance(value, nnx.Param) else None,
-                metadata=value.get_metadata() if is_variable else {},
+                metadata=value.get_metadata() if is_variable else None if stays(value) else {},
                 first_name=seen.get(id(value), name) if is_variable else name,
             )
             seen.setdefault(id(value), name)
+
+
+def stays(array: Any) -> bool:
+    """Whether an array that no Variable holds stays where it is when a model goes on a mesh."""
+    return isinstance(array, np.ndarray) or is_key(array)
 
 
 def _inside_object(holder: Any, path: Path) -> bool:
