@@ -107,6 +107,8 @@ class _Ready:
         sharding = self._executable.formats[self._places[number]].sharding
         if type(leaf) is not _ARRAY or leaf.committed or leaf.nbytes > _SMALL or sharding.num_devices == 1:
             return False
+        if not sharding.is_fully_addressable:  # then all processes would have to copy it at the same time
+            return False
         self._drop(number)
         self.known[number] = reference = _ref(leaf, self._lost)
         self.copies = (*self.copies, (number, reference, jax.device_put(leaf, sharding)))

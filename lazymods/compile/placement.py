@@ -21,6 +21,8 @@ from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
 from lazymods.compile.records import Effects, arrays_of
 
+_ARRAY = _compat_jit.ARRAY
+
 
 class Stay(NamedTuple):
     """An output that takes the place of a leaf: the numbers of both, and how many axes the output has."""
@@ -79,7 +81,7 @@ def placement_of(leaves: Sequence[Any], stays: Sequence[Stay], named: Any = None
         stays: Its outputs that take the place of a leaf.
         named: A mesh that the program itself names.
     """
-    held = [getattr(leaf, "sharding", None) if _is_placed(leaf) else None for leaf in leaves]
+    held = [leaf.sharding if type(leaf) is _ARRAY else _sharding_of_spec(leaf) for leaf in leaves]
     mesh = _mesh_of(leaves, held, named)
     if mesh is None:
         return None
@@ -93,16 +95,15 @@ def placement_of(leaves: Sequence[Any], stays: Sequence[Stay], named: Any = None
     return Placement(tuple(before), tuple(after))
 
 
-def _is_placed(leaf: Any) -> bool:
-    """Whether a leaf tells where it is: an array, or a spec of one, but no tracer."""
-    return type(leaf) is _compat_jit.ARRAY or isinstance(leaf, jax.ShapeDtypeStruct)
+def _sharding_of_spec(leaf: Any) -> Any:
+    """Return what the spec of an array tells of where it will be; None for anything else, such as a tracer."""
+    return leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else None
 
 
 def _mesh_of(leaves: Sequence[Any], held: Sequence[Any], named: Any) -> Any:
     """Return the mesh where leaves are; if they are nowhere in particular, the one that is named, if any is."""
-    for sharding in held:
-        if isinstance(sharding, NamedSharding):
-            return sharding.mesh
+    if NamedSharding in map(type, held):
+        return next(sharding.mesh for sharding in held if type(sharding) is NamedSharding)
     if _compat.current_trace() is not _compat.eval_trace():
         return None
     mesh = named or jax.sharding.get_mesh()

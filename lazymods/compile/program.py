@@ -143,7 +143,7 @@ class Program:
             self._run = jax.jit(self._flat)
             self.launch = self._launch_and_wait if self.calls_python else self._launch if stays else self._run
         places = {leaf: place for place, leaf in enumerate(self.order)}
-        self._stays: Sequence[Stay] = [stay._replace(leaf=places[stay.leaf]) for stay in stays]
+        self._stays: Sequence[Stay] = [Stay(places[leaf], out, ndim) for leaf, out, ndim in stays]
         self._mesh = inside.mesh_in(tape.jaxpr) if stays else None
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[Effects, Sequence[Any]]:

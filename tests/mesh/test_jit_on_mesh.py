@@ -1,8 +1,6 @@
 """lm.jit on a mesh: what it writes stays where it was, with the values of one device, however it is called."""
 
-import functools
 import itertools
-import math
 import re
 import weakref
 
@@ -15,91 +13,31 @@ from flax import nnx
 from helpers import raw
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from on_mesh import P, arrays, assert_placed, by_pairs, mesh_of
+from steps_on_mesh import (
+    MLP,
+    RULES,
+    STEPS,
+    assert_all_close,
+    batch,
+    deciding,
+    deciding_first,
+    on,
+    one_device,
+    optimizer_of,
+    places,
+    put,
+    spread,
+    train,
+    trainer,
+)
 
 import lazymods as lm
-
-RULES = [("fc1.kernel", P(None, "model")), ("fc2.kernel", P("model"))]  # XLA would split fc1.bias as well
-STEPS = 3
 
 
 @pytest.fixture(autouse=True)
 def _optax_counts_in_integers():
     with jax.numpy_dtype_promotion("standard"):
         yield
-
-
-class MLP(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.fc1, self.fc2 = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
-
-    def __call__(self, x):
-        return self.fc2(jax.nn.relu(self.fc1(x)))
-
-
-def batch(number):
-    rng = np.random.default_rng(number)
-    return rng.standard_normal((8, 8)).astype(np.float32), rng.standard_normal((8, 4)).astype(np.float32)
-
-
-def train(model, optimizer, x, y):
-    loss, grads = nnx.value_and_grad(lambda m: ((m(x) - y) ** 2).mean())(model)
-    optimizer.update(model, grads)
-    return loss
-
-
-def deciding(model, optimizer, x, y):
-    loss = train(model, optimizer, x, y)
-    return loss if loss > 1e6 else loss * 1
-
-
-def deciding_first(model, optimizer, x, y):
-    return train(model, optimizer, x, y) if x.sum() > 0 else train(model, optimizer, x, y) * 1
-
-
-def put(mesh, spec, array):
-    return jax.device_put(array, NamedSharding(mesh, spec))
-
-
-def spread(thing, mesh, rules):
-    """Move an object's arrays, random state too, to where the first rule says whose expression is in the name."""
-    spec_of = by_pairs(rules)
-    moved = [(path, spec_of(".".join(map(str, path))), v) for path, v in nnx.to_flat_state(nnx.state(thing))]
-    nnx.update(thing, nnx.from_flat_state([(p, v.replace(put(mesh, spec, v.get_value()))) for p, spec, v in moved]))
-    return thing
-
-
-def optimizer_of(model, tx=None):
-    return nnx.Optimizer(model, tx or optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-
-
-def trainer(mesh, rules=RULES, tx=None):
-    model = spread(MLP(), mesh, rules)
-    return model, optimizer_of(model, tx)
-
-
-def on(mesh, number, axis="data"):
-    return [put(mesh, P(axis), array) for array in batch(number)]
-
-
-def places(*things):
-    return {f"{n}.{k}": (a.sharding, a.committed) for n, t in enumerate(things) for k, a in arrays(t).items()}
-
-
-def assert_all_close(got, want, tol=1e-5):
-    found, expected = arrays(got), arrays(want)
-    assert list(found) == list(expected)
-    for name, array in found.items():
-        np.testing.assert_allclose(raw(array), raw(expected[name]), rtol=tol, atol=tol, err_msg=name)
-
-
-@functools.cache
-def one_device(steps, make=None):
-    """The same training by Flax on one device: losses, model, optimizer."""
-    model = MLP()
-    optimizer = optimizer_of(model, make and make())
-    step = nnx.jit(train)
-    return [float(step(model, optimizer, *batch(n))) for n in range(steps)], model, optimizer
 
 
 # ---------------------------------------------------------------- however it is called
@@ -290,142 +228,6 @@ def test_what_is_compiled_ahead_refuses_other_places():
     assert_all_close(model, one_device(1)[1])
 
 
-# ---------------------------------------------------------------- what is written
-
-
-class Various(nnx.Module):
-    """Arrays in all places where a module can have some, each lying in a way of its own."""
-
-    def __init__(self, mesh):
-        ones = functools.partial(jnp.ones, (8, 4))
-        self.pair = nnx.data((put(mesh, P("data"), ones()), put(mesh, P(None, "model"), ones())))
-        self.items = nnx.List([put(mesh, P("model"), ones()), put(mesh, P(), ones())])
-        self.tree = nnx.Variable({"a": put(mesh, P("data", "model"), ones()), "b": put(mesh, P("data"), jnp.ones(8))})
-        self.raw = put(mesh, P("model", "data"), ones())
-        self.tagged = nnx.Variable(put(mesh, P(("data", "model")), ones()), tag=0)
-        self.keys = nnx.Variable(put(mesh, P("data"), jax.random.split(jax.random.key(0), 8)))
-        self.steps = 0
-
-    def held(self):
-        tree = self.tree.get_value()
-        return [*self.pair, *self.items, tree["a"], tree["b"], self.raw, self.tagged.get_value(), self.keys.get_value()]
-
-    def __call__(self, x):
-        """Change every value; of some, more than the value."""
-        g = (x[:, :4] * x[:1, :1]).sum(1, keepdims=True)
-        self.pair = (self.pair[0] + g, self.pair[1] - g)
-        self.items[0], self.items[1] = self.items[0] * g, self.items[1] + g
-        tree = self.tree.get_value()
-        self.tree.set_value({"a": tree["a"] + g, "b": tree["b"] + g[:, 0]})
-        self.raw = self.raw + g
-        self.tagged.set_value(self.tagged[...] + g)
-        self.tagged.set_metadata(tag=1)
-        self.keys.set_value(jax.vmap(lambda key: jax.random.fold_in(key, 1))(self.keys[...]))
-        self.steps = 1
-        return g
-
-
-@pytest.mark.parametrize("donate", [False, True], ids=["", "donated"])
-def test_all_kinds_of_places_and_changes(donate):
-    mesh = mesh_of(data=4, model=2)
-    model, want, step = Various(mesh), Various(mesh_of(data=1, model=1)), lm.jit(Various.__call__, donate_state=donate)
-    before = [a.sharding for a in model.held()]
-    for number in range(3):
-        x = jnp.asarray(batch(number)[0])
-        step(model, put(mesh, P("data"), x))
-        want(x)
-        assert [a.sharding for a in model.held()] == before
-        for got, expected in zip(model.held(), want.held(), strict=True):
-            np.testing.assert_allclose(raw(got), raw(expected), rtol=1e-4, atol=1e-4)
-
-
-def test_a_value_of_another_shape_is_left_to_xla():
-    mesh = mesh_of(data=4, model=2)
-    cache = nnx.Cache(put(mesh, P("data"), jnp.ones((4, 4))))
-    weight = nnx.Param(put(mesh, P("model"), jnp.ones((4, 4))))
-
-    @lm.jit
-    def step(cache, weight, x):
-        cache.set_value(jnp.concatenate([cache[...], x[:1, :4]]))
-        weight.set_value(weight[...] * 2)
-
-    want = [np.ones((4, 4), np.float32)]
-    for number in range(3):
-        step(cache, weight, put(mesh, P("data"), batch(number)[0]))
-        want.append(batch(number)[0][:1, :4])
-    np.testing.assert_array_equal(cache.get_value(), np.concatenate(want))
-    assert_placed(weight.get_value(), mesh, P("model"))
-    np.testing.assert_array_equal(weight.get_value(), np.full((4, 4), 8))
-
-
-def test_with_explicit_axes_the_type_says_where_a_value_goes():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    kept, moved, unread = (nnx.Variable(put(mesh, P("data"), jnp.ones((8, 4)))) for _ in range(3))
-
-    @lm.jit
-    def step(kept, moved, unread):
-        unread[...] * kept[...]  # what nobody wants
-        kept.set_value(kept[...] + 1)
-        moved.set_value(jax.sharding.reshard(moved[...] + 1, P("data", "model")))
-
-    with jax.set_mesh(mesh):
-        for _ in range(3):
-            step(kept, moved, unread)
-        found = lm.jit(lambda v: v[...] * 2).eval_shape(kept)
-    assert_placed(kept.get_value(), mesh, P("data"))
-    assert_placed(moved.get_value(), mesh, P("data", "model"))
-    np.testing.assert_array_equal(moved.get_value(), np.full((8, 4), 4))
-    assert found.sharding.spec == P("data", None)
-
-
-def test_memory_of_the_host_stays_that():
-    mesh = mesh_of(data=4, model=2)
-    there = NamedSharding(mesh, P("model"), memory_kind="pinned_host")
-    offloaded = nnx.Variable(jax.device_put(jnp.ones((8, 4)), there))
-    weight = nnx.Variable(put(mesh, P("model"), jnp.ones((8, 4))))
-
-    @lm.jit
-    def step(offloaded, weight):
-        weight.set_value(weight[...] + jax.device_put(offloaded[...], jax.memory.Space.Device))
-        offloaded.set_value(jax.device_put(weight[...], jax.memory.Space.Host))
-
-    for _ in range(2):
-        step(offloaded, weight)
-    assert offloaded.get_value().sharding == there
-    assert_placed(weight.get_value(), mesh, P("model"))
-    np.testing.assert_array_equal(weight.get_value(), np.full((8, 4), 4))
-
-
-OPTIMIZERS = {
-    "adam": lambda: optax.adam(1e-2),
-    "accumulated": lambda: optax.MultiSteps(optax.sgd(0.1), 2),
-    "clipped": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
-    "averaged": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
-    "factored": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
-    "masked": lambda: optax.masked(optax.lion(1e-2), lambda p: jax.tree.map(lambda a: a.ndim > 1, p)),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_whose_state_is_made_inside(name):
-    mesh = mesh_of(data=4, model=2)
-    model = spread(MLP(), mesh, RULES)
-    optimizer, step = lm.LazyOptimizer(model, OPTIMIZERS[name](), wrt=nnx.Param), lm.jit(train, donate_state=True)
-    before = places(model)
-    losses, want, want_optimizer = one_device(STEPS, OPTIMIZERS[name])
-    held = []
-    for number in range(STEPS):
-        assert step(model, optimizer, *on(mesh, number)) == pytest.approx(losses[number], rel=1e-4)
-        state = {name: a for name, a in arrays(optimizer).items() if isinstance(a, jax.Array)}
-        held.append({name: a.sharding for name, a in state.items()})
-        assert all(isinstance(s, NamedSharding) and s.mesh == mesh for s in held[-1].values())
-    assert places(model) == before
-    assert held[0] == held[-1]
-    assert_all_close(model, want, 1e-4)
-    for got, expected in zip(*(jax.tree.leaves(nnx.state(o)) for o in (optimizer, want_optimizer)), strict=True):
-        np.testing.assert_allclose(raw(got), raw(expected), rtol=1e-4, atol=1e-4)
-
-
 # ---------------------------------------------------------------- programs
 
 
@@ -519,4 +321,4 @@ def test_a_lazy_model_is_sized_in_its_first_step_where_its_metadata_say():
             np.testing.assert_allclose(loss, want_step(want, want_optimizer, *on(mesh, number)), rtol=1e-5)
             assert {k: a.sharding for k, a in arrays(model).items()} == before
     assert_all_close(model, want)
-    assert math.isclose(optimizer.step.get_value(), 2)
+    assert optimizer.step.get_value() == 2

@@ -11,12 +11,9 @@ from flax import nnx
 from helpers import raw
 from jax.sharding import AxisType, NamedSharding
 from on_mesh import P, arrays, mesh_of
+from steps_on_mesh import put
 
 import lazymods as lm
-
-
-def put(mesh, spec, array):
-    return jax.device_put(array, NamedSharding(mesh, spec))
 
 
 def rows(number):
