@@ -66,6 +66,9 @@ def safe_where(mask: Any, fn: Callable[..., Any], *args: Any, fill: Any = 0.0) -
     def filled(result: Any) -> Any:
         if np.shape(result) != shape:
             raise ArgumentError(_not_elementwise(result, shape))
+        if _is_key(result) != _is_key(fill):
+            needed = f"what jnp.where takes beside {describe(result)}, which fn returned"
+            raise ArgumentError(Problem(f"{_WHERE}: fill", describe(fill), needed, "fill=..., a key for keys only"))
         return jnp.where(mask, result, fill)
 
     return jax.tree.map(filled, fn(*jax.tree.unflatten(tree, given)))
@@ -85,7 +88,7 @@ def _refuse_other_kinds(mask: Any, args: tuple[Any, ...], fill: Any) -> None:
         if not _is_array(leaf):
             line = "lambda x: fn(x, option), for what is an option of fn and no array"
             wrong.append((f"argument {jax.tree_util.keystr(path)}", leaf, line))
-    if not _is_array(fill) or _is_key(fill):
+    if not _is_array(fill):
         wrong.append(("fill", fill, "fill=0.0"))
     if wrong:
         needed = "an array or a number, as jnp.where takes them"

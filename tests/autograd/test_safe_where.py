@@ -1,5 +1,6 @@
 """safe_where: value and gradients of the elements that count, by fn at those alone, and zero elsewhere."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -294,6 +295,16 @@ def test_what_jnp_where_does_not_take(name: str, wrap: Any) -> None:
     with pytest.raises(lm.ArgumentError) as error:
         wrap(lambda w: safe_where(mask, lambda *args: w, *args, fill=fill))(1.0)
     assert str(error.value) == text
+
+
+def test_keys_go_with_keys() -> None:
+    keys, mask = jax.random.split(KEY, 3), jnp.array([True, False, True])
+    got = safe_where(mask, lambda keys: keys, keys, fill=KEY)
+    want = jnp.where(mask, keys, KEY)
+    np.testing.assert_array_equal(jax.random.key_data(got), jax.random.key_data(want))
+    for fn, fill, name in ((lambda keys: keys, 0.0, "0.0"), (lambda keys: jnp.ones(3), KEY, "key<fry>[]")):
+        with pytest.raises(lm.ArgumentError, match="fill\n  got:    " + re.escape(name)):
+            safe_where(mask, fn, keys, fill=fill)
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
