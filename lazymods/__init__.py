@@ -16,6 +16,7 @@ from lazymods._errors import UninitializedError as UninitializedError
 from lazymods._graph import has_uninitialized_params as has_uninitialized_params
 from lazymods._graph import is_lazy as is_lazy
 from lazymods._graph import uninitialized_paths as uninitialized_paths
+from lazymods._gru_cell import ResetAfterGRUCell as ResetAfterGRUCell
 from lazymods._layer.factory import lazy as lazy
 from lazymods._layer.mixin import LazyModuleMixin as LazyModuleMixin
 from lazymods._layer.placeholder import UninitializedBuffer as UninitializedBuffer
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from lazymods._model.report import LayerRow as LayerRow
     from lazymods._model.report import ParameterShape as ParameterShape
     from lazymods._model.report import ShapeReport as ShapeReport
-    from lazymods._model.report import summary as summary
+    from lazymods._model.summary import summary as summary
     from lazymods._program_cache import CacheInfo as CacheInfo
     from lazymods._program_cache import set_cache_size as set_cache_size
     from lazymods._refusals import ArgumentError as ArgumentError
@@ -56,6 +57,10 @@ if TYPE_CHECKING:
     from lazymods.compile.lowering import Lowered as Lowered
     from lazymods.compile.lowering import lower as lower
     from lazymods.compile.persistent import set_compilation_cache as set_compilation_cache
+    from lazymods.nn.stack import Stack as Stack
+    from lazymods.porting.parity import parity as parity
+    from lazymods.porting.report import ParityReport as ParityReport
+    from lazymods.porting.report import ParityRow as ParityRow
     from lazymods.state import LoadResult as LoadResult
     from lazymods.state.checkpoint import load as load
     from lazymods.state.exporting import export_torch as export_torch
@@ -92,9 +97,13 @@ _ON_FIRST_USE = {
     "LayerRow": "lazymods._model.report",
     "LazyOptimizer": "lazymods._model.optimizer",
     "LoadResult": "lazymods.state",
+    "ParityReport": "lazymods.porting.report",
+    "ParityRow": "lazymods.porting.report",
+    "parity": "lazymods.porting.parity",
     "ParameterShape": "lazymods._model.report",
     "PendingSave": "lazymods.state.orbax_saving",
     "ShapeReport": "lazymods._model.report",
+    "Stack": "lazymods.nn.stack",
     "export_torch": "lazymods.state.exporting",
     "infer_shapes": "lazymods._model.inference",
     "load": "lazymods.state.checkpoint",
@@ -104,7 +113,7 @@ _ON_FIRST_USE = {
     "OpenCheckpoint": "lazymods.state.opened",
     "save": "lazymods.state.writing",
     "state_dict": "lazymods.state",
-    "summary": "lazymods._model.report",
+    "summary": "lazymods._model.summary",
     "trainable": "lazymods.autograd.freezing",
 }
 

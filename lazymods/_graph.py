@@ -21,6 +21,7 @@ from lazymods._initial.pending import PendingInit
 
 STATE = _compat.own_name("state")  # the attribute that makes a layer lazy
 HOOKS = _compat.own_name("hooks")  # the attribute that holds a module's hooks
+TOGETHER = "blocks_as_one"  # the attribute of a lm.Stack with the block that holds the values of all; no name has it
 REQUIRES_GRAD = "requires_grad"  # metadata of a parameter, by PyTorch's name; one without it is trained
 REMOVED_HOOKS: set[int] = set()  # ids of those that a backward hook removed: a transform may give them back
 Path = tuple[Any, ...]
@@ -31,6 +32,7 @@ class _Local(threading.local):
     session: Any = None  # the AbstractCall that this thread is in, if any
     stage: Any = None  # what the trace of an lm.jit function in this thread does with lazy layers, if there is one
     initializing: int = 0  # how many initialize_parameters of layers this thread is in
+    apart: Any = None  # the blocks of stacks, while names lead to each of them
     updated: Any = None  # where it is noted which LazyOptimizer makes its state for which model, if anywhere
 
 
@@ -53,7 +55,8 @@ class Entry(NamedTuple):
 
 def dotted(path: Path) -> str:
     """Join a path with dots; tuple keys are joined as well: ``batch_stats.kernel.u``."""
-    return ".".join([p if type(p) is str else dotted(p) if isinstance(p, tuple) else str(p) for p in path])
+    parts = [p if type(p) is str else dotted(p) if isinstance(p, tuple) else str(p) for p in path if p != TOGETHER]
+    return ".".join(parts)
 
 
 def attributes(node: Any) -> dict[str, Any]:
@@ -118,6 +121,8 @@ def children(value: Any, kind: NodeKind | None = None) -> Iterable[tuple[Any, An
     """What an nnx object, mapping, list, tuple or registered pytree holds, by key; ``kind``: its own, if known."""
     kind = kind_of(value) if kind is None else kind
     if kind is NODE:
+        if LOCAL.apart is not None and TOGETHER in vars(value):
+            return LOCAL.apart.blocks_of(value)
         return [item for item in vars(value).items() if item[0] not in _PRIVATE]
     if kind is MAPPING:
         return list(value.items())
@@ -191,6 +196,8 @@ def get_child(holder: Any, key: Any) -> Any:
     An ``nnx.List`` has attributes such as ``"0"``, and keys such as 0 in states.
     """
     if isinstance(holder, nnx.Pytree):
+        if LOCAL.apart is not None and TOGETHER in vars(holder):
+            return dict(LOCAL.apart.blocks_of(holder)).get(str(key), MISSING)
         return vars(holder).get(str(key) if isinstance(key, int) else key, MISSING)
     if isinstance(holder, Mapping):
         return holder.get(key, MISSING)

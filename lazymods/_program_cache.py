@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
+from lazymods._refusals import wrong_argument
+
 
 class CacheInfo(NamedTuple):
     """How full a cache is.
@@ -92,7 +94,7 @@ def set_cache_size(size: int) -> int:
         The bound until now.
 
     Raises:
-        ValueError: If ``size`` is less than 1.
+        ArgumentError: If ``size`` is less than 1.
 
     Example:
         >>> import lazymods as lm
@@ -101,7 +103,7 @@ def set_cache_size(size: int) -> int:
         16
     """
     if size < 1:
-        raise ValueError(f"a cache keeps at least 1 signature, got {size}")
+        raise wrong_argument("lm.set_cache_size", size, "a cache keeps at least 1 signature", "lm.set_cache_size(64)")
     previous, Cache.size = Cache.size, size
     for cache in list(_all):
         cache.trim()

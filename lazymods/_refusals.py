@@ -18,11 +18,23 @@ _NEEDED = "arrays, numbers and nnx objects, in any pytree: they are the inputs o
 _STATIC = "lm.jit(fn, static_argnames=...) with the parameter's name, if it is part of the program"
 
 
-class ArgumentError(LazyError, TypeError):
-    """An argument of a compiled function is nothing that a program can take."""
+class ArgumentError(LazyError, TypeError, ValueError):
+    """An argument is none that the function takes: of another type or value, or nothing that a program can take."""
 
 
 ArgumentError.__module__ = "lazymods"
+
+
+def wrong_argument(where: str, got: Any, needed: str, write: str) -> ArgumentError:
+    """Return the error for an argument that a function does not take.
+
+    Args:
+        where: The function, and the argument.
+        got: What it was given.
+        needed: What it takes.
+        write: The line that mends it.
+    """
+    return ArgumentError(Problem(where, repr(got)[:200], needed, write))
 
 
 def refusal(where: str, value: Any, reason: Exception | None = None) -> ArgumentError:
@@ -42,9 +54,8 @@ def refusal(where: str, value: Any, reason: Exception | None = None) -> Argument
 def unreadable(where: str, value: Any, reason: Exception) -> ArgumentError:
     """Return the error for an argument that JAX can't take apart, such as a dict whose keys have no order."""
     got = f"{_article(type(value).__name__)}: {one_line(reason)}"
-    return ArgumentError(
-        Problem(where, got, "a pytree that JAX can take apart", "keys of one type, or nodes that flatten")
-    )
+    write = "{str(k): v for k, v in d.items()}  # keys of one type, or nodes that flatten"
+    return ArgumentError(Problem(where, got, "a pytree that JAX can take apart", write))
 
 
 def used_up(where: str, value: Any) -> ArgumentError:
@@ -66,7 +77,7 @@ def refuse_uncallable(where: str, value: Any) -> None:
     if not callable(value):
         got = "an array" if isinstance(value, (jax.Array, np.ndarray)) else _article(type(value).__name__)
         needed = "what can be called: a function, a method, or a module with a __call__"
-        write = "the function itself, and not what it returned; options by their names"
+        write = "lm.jit(f)  # the function itself, and not what it returned; options by their names"
         raise ArgumentError(Problem(where, got, needed, write))
 
 
@@ -110,3 +121,19 @@ def _is_object(value: Any) -> bool:
 
 def _line(value: Any) -> str:
     return next((line for fits, line in _LINES if fits(value)), _STATIC)
+
+
+def refuse_array(model: Any, args: tuple[Any, ...]) -> None:
+    """Refuse an array in place of a model, as when model and input are swapped.
+
+    Args:
+        model: What was given as the model.
+        args: What was given after it.
+
+    Raises:
+        ArgumentError: If it is an array, or a spec of one.
+    """
+    if isinstance(model, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
+        got = f"{describe(model)}{', then ' if args else ''}{', '.join(type(a).__name__ for a in args)}"
+        needed = "the model first, then what it is called with"
+        raise ArgumentError(Problem("the model", got, needed, "lm.materialize(model, x)"))

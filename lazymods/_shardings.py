@@ -107,7 +107,8 @@ def _as_function(rules: Rules | None) -> Rule:
 
 
 def _is_pair(item: Any) -> bool:
-    return isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], PartitionSpec)
+    is_two = isinstance(item, tuple | list) and len(item) == 2
+    return is_two and isinstance(item[0], str) and isinstance(item[1], PartitionSpec)
 
 
 def _spec_of(parameter: Named, rule: Rule) -> tuple[PartitionSpec, str]:

@@ -93,8 +93,8 @@ class Elsewhere(nnx.Module):
 ELSEWHERE = linear()
 X = array(2, 3)
 SIZES = "its sizes, which follow from the first input, from a shape spec or from a checkpoint"
-LINE = "model(x), or lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype)), first"
-BEFORE = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+LINE = "lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # or model(x), first"
+BEFORE = "lm.materialize(model, x)  # before the transform"
 DICT = "a dict of positive ints for in_features: the arguments that were not given"
 RETURN = 'return {"in_features": x.shape[-1]}'
 OPTIONS = (
@@ -134,13 +134,13 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: linear().kernel.materialize((7, 11)),
         lm.ShapeInferenceError,
         text("kernel (UninitializedParameter of LazyLinear)", "shape (7, 11)",
-             "shape (?, 4), whose known axes are fixed", "parameter.materialize(shape) with sizes that agree"),
+             "shape (?, 4), whose known axes are fixed", "parameter.materialize(shape)  # with sizes that agree"),
     ),
     "placeholder-sizes": (
         lambda: lm.UninitializedBuffer().materialize((2, -1)),
         lm.ShapeInferenceError,
         text("UninitializedBuffer", "shape (2, -1)", "whole sizes",
-             "parameter.materialize(shape) with sizes that agree"),
+             "parameter.materialize(shape)  # with sizes that agree"),
     ),
     "placeholder-value": (
         lambda: linear().kernel.materialize((7, 4), jnp.ones((7, 3))),
@@ -186,14 +186,14 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "constructor-positional": (
         lambda: lm.LazyLinear(4, 5, rngs=nnx.Rngs(0)),  # pyright: ignore[reportCallIssue]
         lm.ConfigurationError,
-        text("LazyLinear", "4, 5, rngs=Rngs (too many positional arguments)", OPTIONS,
-             "LazyLinear(out_features, rngs=nnx.Rngs(0))"),
+        text("LazyLinear", "4, 5, rngs=Rngs (too many positional arguments)",
+             f"no in_features: it is inferred from the first input; {OPTIONS}", "LazyLinear(5, rngs=nnx.Rngs(0))"),
     ),
     "constructor-no-rngs": (
         lambda: lm.LazyLinear(4),  # pyright: ignore[reportCallIssue]
         lm.ConfigurationError,
         text("LazyLinear", "4 (missing a required argument: 'rngs')", OPTIONS,
-             "LazyLinear(out_features, rngs=nnx.Rngs(0))"),
+             "LazyLinear(4, rngs=nnx.Rngs(0))"),
     ),
     "constructor-rngs": (
         lambda: lm.LazyLinear(4, rngs=0),  # pyright: ignore[reportArgumentType]
@@ -210,14 +210,14 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: linear()(jnp.float32(3.0)),
         lm.ShapeInferenceError,
         text("LazyLinear", "f32[]", "an array of at least 1 axes, whose axis -1 holds the features",
-             "layer(x) with x of shape (batch, ..., features)"),
+             "layer(x)  # with x of shape (batch, ..., features)"),
     ),
     "infer-zero": (
         lambda: linear()(jnp.zeros((3, 0))),
         lm.ShapeInferenceError,
         text("LazyLinear", "f32[3,0]: in_features=0",
              "at least one feature: an initializer divides by their number",
-             "an input whose feature axis is not empty"),
+             "layer(x)  # with an input whose feature axis is not empty"),
     ),
     "infer-no-array": (
         lambda: linear()([1, 2.5]),
@@ -229,7 +229,7 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: lm.lazy(nnx.Linear, infer=fails)(out_features=4, rngs=nnx.Rngs(0))(X),
         lm.ShapeInferenceError,
         text("LazyLinear", "f32[2,3]", "a call from which infer can tell the sizes; it raised KeyError: 'width'",
-             "a call with the arguments that the layer's forward takes"),
+             "layer(x)  # with the arguments that its forward takes"),
     ),
     "infer-type": (
         infers(3),
@@ -251,7 +251,8 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lm.ShapeInferenceError,
         text("LazyMultiHeadAttention", "f32[2,5,4], so in_features=4, in_kv_features=4",
              "sizes that MultiHeadAttention takes; it says: "
-             + reason(lambda: nnx.MultiHeadAttention(3, 4, rngs=nnx.Rngs(0))), "an input of another width"),
+             + reason(lambda: nnx.MultiHeadAttention(3, 4, rngs=nnx.Rngs(0))),
+             "layer(x)  # with an input of another width"),
     ),
     "first-call-forward": (
         lambda: linear()(X > 0),
@@ -259,19 +260,19 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         text("LazyLinear", "bool[2,3]",
              "an input that the layer takes; Flax says: "
              + reason(lambda: nnx.Linear(3, 4, rngs=nnx.Rngs(0))(X > 0)),
-             "the call again with another input; the layer is as lazy as before"),
+             "layer(x)  # with another input: the layer is as lazy as before"),
     ),
     "first-call-filled-slot": (
         half_filled,
         lm.ShapeInferenceError,
         text("kernel (Param of LazyLinear)", "a value of shape (7, 4)", "shape (3, 4), by the sizes inferred",
-             "an input whose sizes give kernel that shape"),
+             "layer(x)  # with an input whose sizes give kernel that shape"),
     ),
     "first-call-other-placeholder": (
         other_bias,
         lm.ShapeInferenceError,
         text("bias (UninitializedParameter of LazyLinear)", "a placeholder of shape (5,)",
-             "shape (4,), by the sizes inferred", "an input whose sizes give bias that shape"),
+             "shape (4,), by the sizes inferred", "layer(x)  # with an input whose sizes give bias that shape"),
     ),
     "first-call-left-empty": (
         lambda: Forgetful()(X),
@@ -284,8 +285,7 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: jax.jit(lambda m, x: m(x))(linear(), X),
         lm.UninitializedError,
         text("LazyLinear (bias, kernel)",
-             "its first call on a copy, as an argument of jax.jit, jax.vmap or another JAX transform, of "
-             "nnx.eval_shape, or made by nnx.merge inside one",
+             "its first call on a copy of it that was made inside jax.jit (or an eval_shape)",
              "parameters that outlive the call: those made here would be lost",
              f"{BEFORE}; for output shapes alone, lm.infer_shapes(model, x)"),
     ),
@@ -313,35 +313,35 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: lm.infer_shapes(Fails(), spec(2, 3)),
         lm.ShapeInferenceError,
         text("Fails", "f32[2,3]", f"an input that the layer takes; it says: {reason(lambda: X @ X)}",
-             "the call again with another input"),
+             "lm.materialize(model, x)  # with another input"),
     ),
     "abstract-run-elsewhere": (
         lambda: lm.infer_shapes(Elsewhere(), X),
         lm.UninitializedError,
         text("LazyLinear", "a lazy layer that is no part of the model, reached by its forward",
              "every lazy layer as an attribute of the model, so that it can be sized with it",
-             "self.layer = layer, in the model's __init__"),
+             "self.layer = layer  # in the model's __init__"),
     ),
     "optimizer-update": (
         lambda: lm.LazyOptimizer(linear(), optax.adam(0.1), wrt=nnx.Param).update(linear(), {}),
         lm.UninitializedError,
         text("LazyOptimizer", "an update while kernel, bias are uninitialized",
              "parameters with values, to make the optimizer's state from",
-             "lm.materialize(model, x) before; for a layer that the loss does not reach: call it once, remove it, or "
+             "lm.materialize(model, x)  # before; a layer that the loss does not reach: call it once, remove it, or "
              "leave it out of wrt"),
     ),
     "optimizer-state": (
         lambda: lm.LazyOptimizer(linear(), optax.adam(0.1), wrt=nnx.Param).opt_state,
         AttributeError,
         text("LazyOptimizer", "a use of .opt_state", "the model's parameters, which have no values yet",
-             "lm.materialize(model, x), then optimizer.update(model, grads)"),
+             "lm.materialize(model, x); optimizer.update(model, grads)"),
     ),
     "pickle": (
         lambda: pickle.dumps(linear(kernel_init=Unpicklable())),
         lm.SerializationError,
         text("LazyLinear", "kernel_init=<an initializer>, which does not pickle (not this one)",
              "arguments that pickle: a lazy layer is stored with those that it was given",
-             "a function defined at the top of a module for kernel_init, or lm.materialize(...) first"),
+             "lm.materialize(model, x)  # or a function defined at the top of a module for kernel_init"),
     ),
 }
 

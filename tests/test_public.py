@@ -80,7 +80,7 @@ def test_dir_shows_the_public_names_and_no_others() -> None:
     expected = {a.name for a in aliases} | {"nn", "__version__"} | set(lm.nn.__all__)
     assert dir(lm) == sorted(expected)
     modules = {n for n, v in NAMES.items() if isinstance(v, types.ModuleType)}
-    assert modules == {"autograd", "dispatch", "lazytensor", "nn"}
+    assert modules == {"autograd", "dispatch", "lazytensor", "nn", "rules"}
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -223,6 +223,7 @@ def test_private_attributes_of_jax_and_flax_are_used_in_one_file() -> None:
     replacing = (
         *("state/layouts/rule.py", "_initial/program.py", "lazytensor/reach.py"),
         *("state/entries.py", "state/load.py", "state/training.py"),
+        *("porting/comparing.py", "porting/parity.py"),
     )
     of_named_tuples = {name: {"_replace"} for name in replacing}
     assert used == {"_layer/factory.py": {"_getframe"}, "_graph.py": {"_getframe"}} | of_named_tuples  # and of sys

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lazymods._compat.backward_marks import mark_outputs as mark_outputs
     from lazymods._compat.births import birth_trace as birth_trace
     from lazymods._compat.births import current_home as current_home
+    from lazymods._compat.births import transform_of as transform_of
     from lazymods._compat.equations import bind_equation as bind_equation
     from lazymods._compat.equations import scopes_of as scopes_of
     from lazymods._compat.fast_traces import at_trace as at_trace
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
 
 _FUNCTIONS = {
     "backward_marks": "mark_inputs mark_outputs",
-    "births": "birth_trace current_home",
+    "births": "birth_trace current_home transform_of",
     "equations": "bind_equation scopes_of",
     "fast_traces": "at_trace current_trace executing",
     "grad_modes": "Mode close_block open_block",
@@ -100,6 +101,7 @@ _PLACES = {name: module for module, names in _FUNCTIONS.items() for name in name
 _TWINS = {  # and what it does
     "abstract": ("plain_abstract", "jax.eval_shape, and Flax's own initializers one by one"),
     "fast_traces": ("traces", "public functions of jax.extend.core"),
+    "named_axes": ("plain_axes", "tracing kernels without the names of axes"),
     "peeling": ("plain_peeling", "compiling an operator at each call in jax.grad or jax.vmap outside of jax.jit"),
     "placing": ("plain_placing", "jax.device_put"),
     "transforms": ("any_transform", "materialize before a transform"),
@@ -111,6 +113,7 @@ _FEATURES = {
     "fast_traces": "the first call of a layer",
     "grad_modes": "switching gradients off in lm.autograd",
     "jit": "lm.jit",
+    "named_axes": "lm.dispatch in jax.vmap(axis_name=...) or jax.shard_map",
     "peeling": "lm.dispatch",
     "placing": "bringing arrays to a device",
     "saving": "lm.autograd.saved_tensors_hooks",

@@ -55,3 +55,19 @@ def birth_trace(node: Any) -> Any:
 def current_home() -> Any:
     """Return the trace in which an nnx object or Variable that is made now is born."""
     return reference_of(get_opaque_trace_state(convention="nnx"))()
+
+
+_TRANSFORMS = {
+    "BatchTrace": "jax.vmap",
+    "JVPTrace": "jax.jvp (or jax.grad)",
+    "LinearizeTrace": "jax.grad (or jax.linearize)",
+    "jit": "jax.jit (or an eval_shape)",
+    "checkpoint / remat": "jax.checkpoint",
+    "scan": "jax.lax.scan",
+}
+
+
+def transform_of(trace: Any) -> str:
+    """Say in words which transform a trace belongs to; a name that is unknown takes no more than that word."""
+    traced_for = getattr(getattr(getattr(trace, "frame", None), "debug_info", None), "traced_for", None)
+    return _TRANSFORMS.get(traced_for or type(trace).__name__, "a JAX transform")

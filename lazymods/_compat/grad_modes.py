@@ -29,7 +29,7 @@ from jax.extend.core import Primitive, set_current_trace
 from lazymods._compat.abstract import OperationByOperation
 from lazymods._compat.fast_traces import current_trace
 from lazymods._compat.finding import require
-from lazymods._compat.marked_jaxprs import INFERENCE_OFF, ON, forwarded, marks_of, stopped_params
+from lazymods._compat.marked_jaxprs import INFERENCE_OFF, INSIDE, ON, forwarded, marks_of, stopped_params
 from lazymods._compat.traces import EVAL
 from lazymods._compat.worlds import same_world
 
@@ -98,7 +98,7 @@ class GradModeTrace(OperationByOperation):
                 mark = INFERENCE_OFF if block.mode.inference is False or mark == INFERENCE_OFF else ON
         self.stops = inference or not grad
         self._mark = mark if _is_traced(self.parent_trace) else None
-        self._marks_that_count = frozenset([INFERENCE_OFF] if inference else [INFERENCE_OFF, ON])
+        self._marks_that_count = frozenset([INFERENCE_OFF, INSIDE] if inference else [INFERENCE_OFF, INSIDE, ON])
 
     def forget(self) -> None:
         """Hold no tracers any more: what JAX keeps of what was traced here may keep this trace."""

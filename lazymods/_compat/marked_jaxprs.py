@@ -25,6 +25,7 @@ require(SourceInfo, "name_stack")
 
 ON = "lazymods.enable_grad"
 INFERENCE_OFF = "lazymods.inference_mode_off"  # counts inside of inference_mode as well
+INSIDE = "shard_map"  # is stopped inside: what a shard_map only passes on comes out with another type than it has
 
 # What does with its operands what its jaxprs do; a custom rule is one operation.
 _BODIES = frozenset(
@@ -42,7 +43,8 @@ def marks_of(primitive: Any, params: dict[str, Any]) -> frozenset[str]:
     """Return which marks there are in the jaxprs of an operation, and in theirs."""
     if primitive.name not in _BODIES:
         return frozenset()
-    return frozenset().union(*map(_marks_in, _jaxprs(params)))
+    own = frozenset([INSIDE] if primitive.name == INSIDE else [])
+    return own.union(*map(_marks_in, _jaxprs(params)))
 
 
 def forwarded(primitive: Any, params: dict[str, Any]) -> dict[int, int]:

@@ -27,9 +27,10 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from lazymods._compat.finding import require
+from lazymods._compat.named_axes import options_of
 from lazymods._compat.tracing import open_jaxpr
 
-require(AxisData, "name", "size", "spmd_name", "explicit_mesh_axis")
+require(AxisData, "size", "explicit_mesh_axis")
 require(Primitive, "def_effectful_abstract_eval")
 require(WrappedFun, "stores")
 
@@ -145,7 +146,9 @@ def _put(saving: Saving, jaxpr: Any, residuals: Sequence[Any], tangents: Sequenc
 
 
 def _map_operation(axis: Any, operands: Any, axes: Any, *, jaxpr: Any, levels: Any, results: Any, **params: Any) -> Any:
-    levels = (*levels, _Level(_options(axis), tuple(axes)))
+    if not _are_mapped(axes):
+        return _unmapped(saving_p, operands, jaxpr=jaxpr, levels=levels, results=results, **params)
+    levels = (*levels, _Level(options_of(axis), tuple(axes)))
     out = saving_p.bind(*operands, jaxpr=jaxpr, levels=levels, results=_mapped(axis, results), **params)
     return out, [0] * len(out)
 
@@ -209,9 +212,11 @@ def _differentiate_again(primals: Any, tangents: Any, **params: Any) -> Any:
 
 
 def _map_linear(axis: Any, operands: Any, axes: Any, *, levels: Any, trees: Any, results: Any, **params: Any) -> Any:
+    if not _are_mapped(axes):
+        return _unmapped(linear_p, operands, levels=levels, trees=trees, results=results, **params)
     n = _count(trees)
     tangents = [batching.bdim_at_front(x, d, axis.size) for x, d in zip(operands[n:], axes[n:], strict=True)]
-    levels = (*levels, _Level(_options(axis), tuple(axes[:n])))
+    levels = (*levels, _Level(options_of(axis), tuple(axes[:n])))
     kept = operands[:n]
     out = linear_p.bind(*kept, *tangents, levels=levels, trees=trees, results=_mapped(axis, results), **params)
     return out, [0] * len(out)
@@ -295,9 +300,15 @@ def has_derivative(value: Any) -> bool:
     return jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact)
 
 
-def _options(axis: Any) -> tuple[tuple[str, Any], ...]:
-    """Return the options of the vmap whose axis this is."""
-    return (("axis_name", axis.name), ("axis_size", axis.size), ("spmd_axis_name", axis.spmd_name))
+def _are_mapped(axes: Sequence[int | None]) -> bool:
+    """Whether vmap maps an operand; jax asks these rules also where it maps none."""
+    return any([axis is not None for axis in axes])
+
+
+def _unmapped(primitive: Primitive, operands: Sequence[Any], **params: Any) -> tuple[Any, list[None]]:
+    """Do an operation as without vmap: what depends on no mapped operand is not mapped, or ``jax.jacfwd`` fails."""
+    out = primitive.bind(*operands, **params)
+    return out, [None] * len(out)
 
 
 def _mapped(axis: Any, results: Any) -> Any:

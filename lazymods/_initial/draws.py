@@ -187,7 +187,7 @@ def _refused(where: str, name: str, draws: int, thought: int, ledger: Ledger) ->
     stream = f"the stream {name!r} of its rngs" if name else "its rngs"
     got = f"sizes at which it draws {draws} keys from {stream}, after others drew from it as if it had drawn {thought}"
     needed = "the keys that each would get after the explicit layer; what has its value keeps the key that it got"
-    write = "rngs=rngs.fork() for this layer"
+    write = "rngs=rngs.fork()  # for this layer"
     if ledger.key is not None:  # it was not built under a transform
-        write += ", or lm.materialize(model, x) before anything else draws"
+        write = f"lm.materialize(model, x)  # before anything else draws; or {write}"
     return Problem(where, got, needed, write)

@@ -1,12 +1,15 @@
-"""Filling parameters: a plan says which kernels run for which of their blocks, into memory that JAX takes over."""
+"""Filling parameters: a plan says which kernels run for which of their blocks, into memory that JAX takes over.
+
+On a mesh each part that a device of this process holds is drawn alone: none is ever whole anywhere.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import math
-import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,15 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymods import _compat, _memory
-from lazymods._initial import kernels, samplers
+from lazymods._initial import kernels, samplers, shards
 from lazymods._initial.kernels import BLOCK, FEW, MANY
 from lazymods._initial.keys import Key, host_value
 from lazymods._initial.program import Constant, Drawn, Run, Unit, cast, read
+from lazymods._initial.sending import Sender
+from lazymods._initial.shards import Part
 from lazymods._initial.stacking import Shape
 
-_LARGE = 1 << 20  # bytes
 _AHEAD = 3  # kernels that run while the results of the ones before are copied
 _MOST = 1 << 32  # elements, whose index is one word
+_NO_SKIP = shards.Skip(BLOCK, 0)
 
 Array = np.ndarray[Any, Any]
 
@@ -42,11 +47,12 @@ class InitRequest(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Up to ``BLOCK`` elements of a request, from ``start``; ``scalars`` are those of the units after the first."""
+    """Up to ``BLOCK`` elements of a part, from ``first``; ``scalars`` are those of the units after the first."""
 
     number: int
+    part: Part
     key: Key
-    start: int
+    first: int
     scalars: tuple[tuple[Any, ...], ...]
     flat: Array
 
@@ -87,40 +93,62 @@ class InitBatch:
                 out.append(_name(request) if how is None else f"{how.value}")
         return out
 
-    def fill(self) -> list[jax.Array | None]:
-        """Compute all in one go; None for each that is not known to come out as its initializer would give it."""
+    def made_whole(self) -> list[bool]:
+        """Say of each parameter whether it must be made whole, before devices get their parts of it."""
+        return [i not in self.made for i in range(len(self.requests))]
+
+    def fill(self, shardings: Sequence[Any] = ()) -> list[jax.Array | None]:
+        """Compute all in one go; None for each that is not known to come out as its initializer would give it.
+
+        Args:
+            shardings: Where each goes, None for the default device. Left out: all go there.
+        """
+        places = list(shardings) or [None] * len(self.requests)
         out: list[jax.Array | None] = [None] * len(self.requests)
         for i, run in self.runs.items():
-            out[i] = _do_again(self.requests[i], run)
+            value = _do_again(self.requests[i], run)
+            out[i] = value if places[i] is None else shards.put(value, places[i])
         device = _device() if self.made else None
         if device is None:
             return out
-        wanted = [self.requests[i] for i in self.made]
-        kinds = [(r.out_shape, np.dtype(r.out_dtype)) for r in wanted if r is not None]
-        buffers = dict(zip(self.made, _memory.allocate(kinds), strict=True))
-        jobs = self._jobs(buffers)
+        wanted = {i: r for i in self.made if (r := self.requests[i]) is not None}
+        parts = [p for i, r in wanted.items() for p in shards.parts_of(i, r.out_shape, places[i], device)]
+        buffers = _memory.allocate([(p.shape, np.dtype(wanted[p.request].out_dtype)) for p in parts])
+        jobs = self._jobs(parts, buffers)
         many = MANY[device.platform]
         large = {key for key, blocks in jobs.items() if len(blocks) > many // 8}
         together = tuple(dict.fromkeys(key[0][0] for key in jobs if key in large))
-        with _compat.kept_when_compiled(), _Sender(device) as sender:
-            sender.touch([buffers[i] for i, how in self.made.items() if isinstance(how, Drawn)])
+        skips = max((len(part.skips) for part in parts), default=0)
+        with _compat.kept_when_compiled(), _without_mesh(), Sender([part.devices for part in parts]) as sender:
+            sender.touch([b for p, b in zip(parts, buffers, strict=True) if isinstance(self.made[p.request], Drawn)])
             for (units, shared), blocks in jobs.items():
                 rows, drawing = (many, together) if (units, shared) in large else (FEW, units[:1])
-                for i in _run(units, shared, blocks, rows, drawing, sender.touched):
-                    sender.send_ahead(i, buffers[i])
-            for i, array in sender.send(buffers).items():
-                out[i] = array
+                for number in _run(units, shared, blocks, rows, drawing, skips, sender.touched):
+                    sender.send_ahead(number, buffers[number])
+            arrays = sender.send(buffers)
+        pieces: dict[int, list[jax.Array]] = {}
+        for part, copies in zip(parts, arrays, strict=True):
+            pieces.setdefault(part.request, []).extend(copies)
+        for i, request in wanted.items():
+            if places[i] is None:
+                [out[i]] = pieces[i]
+            else:
+                out[i] = shards.assembled(request.out_shape, request.out_dtype, places[i], pieces.get(i, []))
         return out
 
-    def _jobs(self, buffers: Mapping[int, Array]) -> dict[tuple[tuple[Unit, ...], Any], list[_Block]]:
+    def _jobs(
+        self, parts: Sequence[Part], buffers: Sequence[Array]
+    ) -> dict[tuple[tuple[Unit, ...], Any], list[_Block]]:
         """Write the constants; cut the rest into blocks, by program and by the scalars that all rows share."""
         jobs: dict[tuple[tuple[Unit, ...], Any], list[_Block]] = {}
-        for i, how in self.made.items():
-            key = getattr(self.requests[i], "key", None)
+        for number, (part, buffer) in enumerate(zip(parts, buffers, strict=True)):
+            how, key = self.made[part.request], getattr(self.requests[part.request], "key", None)
             if isinstance(how, Constant):
-                buffers[i].fill(how.value)
+                buffer.fill(how.value)
             elif key is not None:
-                jobs.setdefault((how.units, how.scalars[0]), []).extend(_blocks(i, key, how, buffers[i]))
+                flat, scalars = buffer.reshape(-1), how.scalars[1:]
+                blocks = [_Block(number, part, key, first, scalars, flat) for first in range(0, flat.size, BLOCK)]
+                jobs.setdefault((how.units, how.scalars[0]), []).extend(blocks)
         return jobs
 
 
@@ -132,64 +160,22 @@ def _name(request: InitRequest | None) -> str:
     return "" if init is None else getattr(init, "__name__", type(init).__name__)
 
 
-def call_in_blocks(init: Callable[..., Any], key: Any, shape: Shape, dtype: Any) -> jax.Array | None:
+def call_in_blocks(
+    init: Callable[..., Any], key: Any, shape: Shape, dtype: Any, sharding: Any = None
+) -> jax.Array | None:
     """Return ``init(key, shape, dtype)``; None if that is not known to come out the same in blocks."""
     data = host_value(key)
     if not isinstance(data, tuple) or jax.dtypes.canonicalize_dtype(dtype) != dtype:
         return None
-    return InitBatch([InitRequest(init, data, shape, np.dtype(dtype), shape, np.dtype(dtype))]).fill()[0]
+    request = InitRequest(init, data, shape, np.dtype(dtype), shape, np.dtype(dtype))
+    return InitBatch([request]).fill([sharding])[0]
 
 
-class _Sender:
-    """Brings finished arrays to the device: the large ones to a GPU while others are drawn.
-
-    Args:
-        device: The device. To a CPU nothing is sent ahead: it takes the memory over as it lies.
-    """
-
-    def __init__(self, device: Any) -> None:
-        self.device = device
-        self._sent: dict[int, Any] = {}
-        self._pool: Any = None
-        self._touching: Any = None
-
-    def __enter__(self) -> _Sender:
-        if self.device.platform != "cpu":
-            from concurrent.futures import ThreadPoolExecutor  # takes longer to import than a small model to fill
-
-            self._pool = ThreadPoolExecutor(1)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def touch(self, arrays: Sequence[Array]) -> None:
-        """Begin to have the memory of new arrays made, while the kernels are compiled; to a CPU, only what is used."""
-        if self._pool is not None:
-            self._touching = self._pool.submit(_touch, arrays)
-
-    def touched(self) -> None:
-        """Wait until what :meth:`touch` began is done: only then may the arrays be written."""
-        if self._touching is not None:
-            self._touching.result()
-            self._touching = None
-
-    def send_ahead(self, number: int, array: Array) -> None:
-        """Begin to send an array, if that is worth a thread's while."""
-        if self._pool is not None and array.nbytes >= _LARGE:
-            self._sent[number] = self._pool.submit(_compat.device_put, [array], self.device)
-
-    def send(self, arrays: Mapping[int, Array]) -> dict[int, jax.Array]:
-        """Send what was not sent yet, and return all."""
-        rest = {i: array for i, array in arrays.items() if i not in self._sent}
-        placed = dict(zip(rest, _compat.device_put(list(rest.values()), self.device), strict=True))
-        return placed | {i: future.result()[0] for i, future in self._sent.items()}
-
-
-def _touch(arrays: Sequence[Array]) -> None:
-    for array in arrays:
-        array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] = 0
+def _without_mesh() -> Any:
+    """Run kernels on one device, also where ``jax.set_mesh`` would have all of a mesh run them."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(None)
 
 
 def _device() -> Any:
@@ -238,12 +224,6 @@ def _do_again(request: InitRequest | None, run: Run) -> Any:
     return value.astype(request.out_dtype) if value.dtype != request.out_dtype or is_weak else value
 
 
-def _blocks(number: int, key: Key, how: Drawn, buffer: Array) -> Iterator[_Block]:
-    flat = buffer.reshape(-1)
-    for start in range(0, flat.size, BLOCK):
-        yield _Block(number, key, start, how.scalars[1:], flat)
-
-
 # ---------------------------------------------------------------- running
 
 
@@ -253,11 +233,12 @@ def _run(
     blocks: Sequence[_Block],
     rows: int,
     drawing: tuple[Unit, ...],
+    skips: int,
     before_writing: Callable[[], None],
 ) -> Iterator[int]:
     """Run a program for blocks of whatever tensors; copy results while the next ones are computed.
 
-    Yields the number of every request whose last block was written.
+    Yields the number of every part whose last block was written.
 
     Args:
         units: The program.
@@ -265,12 +246,13 @@ def _run(
         blocks: The blocks.
         rows: The kernels' number of rows.
         drawing: The units that are compiled together with the first one, which is one of them.
+        skips: How many kinds of skips any of the parts has.
         before_writing: Called before results are copied.
     """
     on_host = samplers.is_product(units[-1]) and all(
         samplers.never_tiny(units[:-1], shared, factor) for factor in {block.scalars[-1][0] for block in blocks}
     )
-    draw = kernels.drawing(drawing, rows)
+    draw = kernels.drawing(drawing, rows, skips)
     unused = [tuple(dtype.type(0) for dtype in unit.dtypes) for unit in drawing]
     scalars = [s for unit, zeros in zip(drawing, unused, strict=True) for s in (shared if unit == units[0] else zeros)]
     index = np.int32(drawing.index(units[0]))
@@ -278,9 +260,7 @@ def _run(
     running: collections.deque[tuple[Any, Sequence[_Block]]] = collections.deque()
     for first in range(0, len(blocks), rows):
         group = blocks[first : first + rows]
-        heads = np.zeros((3, rows, 1), np.uint32)
-        heads[:, : len(group), 0] = np.array([(*b.key, b.start) for b in group], np.uint32).T
-        values = draw(index, *heads, *scalars)
+        values = draw(index, *_heads(group, rows, skips), *scalars)
         for i, kernel in enumerate(rest):
             values = kernel(values, *_columns(group, i, rows))
         values.copy_to_host_async()
@@ -291,6 +271,24 @@ def _run(
     before_writing()
     while running:
         yield from _copy(*running.popleft(), on_host)
+
+
+def _heads(group: Sequence[_Block], rows: int, skips: int) -> list[Array]:
+    """The keys, the first elements and, if there are skips, those of each row, as the kernels take them."""
+    count = len(group)
+    first = np.array([block.first for block in group])
+    start = first + np.array([block.part.start for block in group])
+    left_out = np.ones((skips, 3, rows, 1), np.uint32)
+    for kind in range(skips):
+        of_rows = [b.part.skips[kind] if kind < len(b.part.skips) else _NO_SKIP for b in group]
+        period, width = np.array(of_rows).T
+        times, since = np.divmod(first, period)
+        start += times * width
+        left_out[kind, :, :count, 0] = np.minimum(period - since, BLOCK), np.minimum(period, BLOCK), width
+    heads = np.zeros((3, rows, 1), np.uint32)
+    heads[:2, :count, 0] = np.array([block.key for block in group], np.uint32).T
+    heads[2, :count, 0] = start
+    return [*heads, left_out] if skips else list(heads)
 
 
 def _columns(group: Sequence[_Block], index: int, rows: int) -> list[Array]:
@@ -309,12 +307,12 @@ def _copy(values: Any, group: Sequence[_Block], on_host: bool) -> Iterator[int]:
     row = 0
     for number, same in itertools.groupby(group, key=lambda block: block.number):
         run = list(same)
-        target = run[0].flat[run[0].start : run[-1].start + BLOCK]
+        target = run[0].flat[run[0].first : run[-1].first + BLOCK]
         part = results[row * BLOCK : row * BLOCK + target.size]
         if on_host:
             np.multiply(part, run[0].scalars[-1][0], out=target)
         else:
             target[...] = part
         row += len(run)
-        if run[-1].start + BLOCK >= run[-1].flat.size:
+        if run[-1].first + BLOCK >= run[-1].flat.size:
             yield number

@@ -1,7 +1,8 @@
 """Compiled programs of fixed size: a block of consecutive elements in each row, of any tensor each.
 
 A row has its own key, the index of its first element and, but for the unit that draws, its own scalars. So one kernel
-serves a large tensor, whose blocks are consecutive rows, and many small ones at a time.
+serves a large tensor, whose blocks are consecutive rows, and many small ones at a time. For the parts of tensors that
+devices of a mesh hold, there are kernels whose rows leave elements out (:mod:`lazymods._initial.shards`).
 """
 
 from __future__ import annotations
@@ -28,30 +29,60 @@ Kernel = Callable[..., Any]
 
 
 @functools.lru_cache(maxsize=64)
-def drawing(units: tuple[Unit, ...], rows: int) -> Kernel:
+def drawing(units: tuple[Unit, ...], rows: int, skips: int = 0) -> Kernel:
     """Compile units that draw, as one program that runs one of them at a time: each program has its price.
+
+    Args:
+        units: The units.
+        rows: How many blocks are drawn at a time.
+        skips: At how many different distances a row may leave elements out.
 
     Returns:
         A function of the unit's index, of both halves of the keys and the first element, each ``(rows, 1)`` of
-        uint32, and of the scalars of all units, which all rows share. It returns ``(rows, BLOCK)``.
+        uint32, of ``(skips, 3, rows, 1)`` as :func:`_index` takes them if there are skips, and of the scalars of all
+        units, which all rows share. It returns ``(rows, BLOCK)``.
     """
     ends = list(itertools.accumulate(len(unit.dtypes) for unit in units))
 
     def branch(unit: Unit, end: int) -> Kernel:
-        def draw(first: Any, second: Any, start: Any, *scalars: Any) -> Any:
+        def draw(first: Any, second: Any, start: Any, left_out: Any, *scalars: Any) -> Any:
             high = lax.full((rows, BLOCK), 0, np.uint32)
-            low = lax.add(_spread(start, high.shape), lax.broadcasted_iota(np.uint32, high.shape, 1))
+            low = _index(start, left_out, high.shape)
             # keys that were spread over the rows before would make it take twice as long
             words = threefry2x32_p.bind(first, second, high, low)
             return _run(unit, scalars[end - len(unit.dtypes) : end], words)
 
         return draw
 
-    def kernel(index: Any, *arguments: Any) -> Any:
+    def kernel(index: Any, first: Any, second: Any, start: Any, *rest: Any) -> Any:
+        arguments = (first, second, start, *rest) if skips else (first, second, start, (), *rest)
         branches = [branch(unit, end) for unit, end in zip(units, ends, strict=True)]
         return branches[0](*arguments) if len(units) == 1 else lax.switch(index, branches, *arguments)
 
     return jax.jit(kernel)
+
+
+def _index(start: Any, left_out: Any, shape: tuple[int, ...]) -> Any:
+    """Return the index of each element of some rows.
+
+    Args:
+        start: That of the first in each row.
+        left_out: For each kind of skip, three numbers of each row: how many elements come before the first skip, how
+            many between two, both at most BLOCK, and how many are left out.
+        shape: Rows and elements.
+    """
+    index = lax.add(_spread(start, shape), lax.broadcasted_iota(np.uint32, shape, 1))
+    number = lax.broadcasted_iota(np.float32, shape, 1)
+    for kind in range(len(left_out)):
+        before, period, count = (_spread(left_out[kind][i], shape) for i in range(3))
+        # Small numbers, for which half an element more than makes up for the rounding: no division of integers, which
+        # processors do one at a time.
+        before, period = (lax.convert_element_type(x, np.float32) for x in (before, period))
+        half = lax.full(shape, 0.5, np.float32)
+        times = lax.floor(lax.div(lax.add(lax.sub(number, before), half), period))
+        passed = lax.convert_element_type(lax.max(lax.add(times, lax.full(shape, 1, np.float32)), half), np.uint32)
+        index = lax.add(index, lax.mul(passed, count))
+    return index
 
 
 @functools.lru_cache(maxsize=64)

@@ -11,6 +11,7 @@ tracers that the transform must carry. They have as many axes, of one element, a
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ import numpy as np
 
 from lazymods import _compat
 from lazymods._errors import Problem, UninitializedError
-from lazymods._initial import draws
+from lazymods._initial import draws, placement
 from lazymods._initial.keys import is_key
 from lazymods._initial.stacking import ONE, Shape, Stacking
 
@@ -58,7 +59,7 @@ class InitSource:
         if keys and _compat.executing():
             from lazymods._initial.fill import call_in_blocks  # on first use: a model that is loaded never draws
 
-            made = call_in_blocks(self.init, keys[0], shape, dtype)
+            made = call_in_blocks(self.init, keys[0], shape, dtype, placement.current())
         value = self.init(keys[0] if keys else None, shape, dtype) if made is None else made
         other = isinstance(value, jax.Array) and asked is not None and (value.dtype != asked or value.weak_type)
         return value.astype(asked) if other else value
@@ -120,6 +121,15 @@ def key_source(keys: Sequence[Any]) -> StaticKeys | tuple[Any, ...]:
     """Return keys as a layer holds them: static, or, in what is built under a transform, as they are."""
     plain = _compat.current_trace() is _compat.eval_trace() and _compat.are_concrete(keys)
     return StaticKeys(keys) if plain else tuple(keys)
+
+
+def _parts(keys: Any) -> list[Any]:
+    """Return keys or counters of a stack one by one, without a program that takes them apart."""
+    if is_key(keys):
+        data = np.asarray(jax.random.key_data(keys))
+        impl = jax.random.key_impl(keys)
+        return [jax.random.wrap_key_data(jnp.array(d), impl=impl) for d in data.reshape(-1, *data.shape[keys.ndim :])]
+    return [jnp.array(count) for count in np.asarray(keys).reshape(-1)]
 
 
 def leaves_of(keys: Sequence[Any], stacking: Stacking) -> tuple[Any, ...]:
@@ -197,6 +207,14 @@ class PendingInit:
     def keys(self) -> tuple[Any, ...]:
         """The keys and counters that ``source.make`` takes, for each of the models that are stacked."""
         return self.built_with if self.turns is None else draws.shifted(self.built_with, self.turns)
+
+    def keys_of_each(self) -> list[tuple[Any, ...]]:
+        """Return the keys of each of the models that are stacked, one after the other; of one if none are."""
+        keys, sizes = self.keys, self.stacking.sizes
+        if not sizes:
+            return [keys]
+        parts = [None if k is None else _parts(k) for k in keys]
+        return [tuple([None if p is None else p[i] for p in parts]) for i in range(math.prod(sizes))]
 
     @property
     def built_with(self) -> tuple[Any, ...]:
@@ -303,7 +321,7 @@ def _flatten(pending: PendingInit) -> tuple[tuple[Any, ...], Any]:
         where = f"{pending.label or 'a parameter'}{f' of {owner}' if owner else ''}"
         got = "nnx.grad (or nnx.value_and_grad) with respect to it, while it is an uninitialized parameter"
         needed = "parameters to differentiate with respect to: none exist yet"
-        write = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+        write = "lm.materialize(model, x)  # before the transform"
         raise UninitializedError(Problem(where, got, needed, write))
     return pending.key_source, (*pending.static(), None)
 

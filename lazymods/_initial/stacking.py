@@ -67,7 +67,7 @@ class Stacking:
             "a stack of lazy layers",
             f"a value of {rank} axes in each, and axes of the stack that can't be told from those",
             "a stack of one layer at least, along an axis near an end",
-            "out_axes=0 of nnx.vmap",
+            "nnx.vmap(make, out_axes=0)",
         )
         raise ShapeInferenceError(problem)
 

@@ -340,7 +340,7 @@ def _draws(name: str, jaxpr: Any, streams: Sequence[str], starts: Sequence[int])
         if key != 0 or drawn is None or drawn < 0:
             got = "a constructor that sets the key or the counter of its rngs"
             needed = "keys that it draws: what comes after it goes on with the stream from there"
-            write = "rngs = nnx.clone(rngs) in the constructor, before they are set"
+            write = "rngs = nnx.clone(rngs)  # in the constructor, before they are set"
             raise ConfigurationError(Problem(name, got, needed, write))
     return [dict(zip(streams, [n or 0 for n in run[1::2]], strict=True)) for run in runs]
 
@@ -410,7 +410,7 @@ class _Reader:
                     f"{kind} that holds arrays or layers which the constructor has made",
                     "those in attributes, in a list, dict or tuple, or in Variables, one array in each: what lm.lazy "
                     "finds there it can size",
-                    "self.layer = layer, and what is made of it in __call__; or a class by hand, of lm.LazyModuleMixin",
+                    "self.layer = layer  # what is made of it: in __call__; or a class by hand, of lm.LazyModuleMixin",
                 )
             )
 

@@ -109,7 +109,7 @@ class LayerConfig:
         given = self._given()
         for argument, value in given.items():
             needed = "arguments that pickle: a lazy layer is stored with those that it was given"
-            write = f"a function defined at the top of a module for {argument}, or lm.materialize(...) first"
+            write = f"lm.materialize(model, x)  # or a function defined at the top of a module for {argument}"
             check_pickles(argument, value, lambda: self.name, needed, write)
         streams = tuple((n, str(jax.random.key_impl(example_key(d))), tag) for n, d, tag in self.streams)
         names = tuple(self.config)  # in their order, which is part of the key

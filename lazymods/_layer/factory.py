@@ -27,11 +27,10 @@ from lazymods._errors import (
     ShapeInferenceError,
     check_pickles,
     describe,
-    describe_call,
 )
 from lazymods._graph import STATE
 from lazymods._initial import draws
-from lazymods._layer import first_call, sizing
+from lazymods._layer import first_call, sizing, wrong_arguments
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.arguments import Ignored, UnhashableError, constructor_parameters, exact, freeze, variadic
 from lazymods._layer.building import LayerBuilder, LazyState
@@ -39,6 +38,7 @@ from lazymods._layer.class_spec import Infer, LazyClassSpec
 from lazymods._layer.config import REFUSALS, LayerConfig, context
 from lazymods._layer.defaults import placeholder_shapes
 from lazymods._layer.mixin import LazyModuleMixin
+from lazymods._refusals import wrong_argument
 
 
 class _Inferred:
@@ -76,14 +76,15 @@ def lazy(cls: type[M], *, infer: Infer) -> LazyClass[M]:
             read-only mapping, and the first call's arguments, with a ``jax.ShapeDtypeStruct`` for every array. It
             returns a dict of the required constructor arguments that were not given, each an int or a tuple of ints,
             or None where the class takes that: ``{"in_features": x.shape[-1], "cond_features": None}``. An argument
-            that has a default may be among them, and wins over that, unless the caller gave it. A load wins over it in
-            the same way. So what follows from a default counts as unknown until then.
+            that has a default may be among them, and wins over that. A load wins over it in the same way. So what
+            follows from a default counts as unknown until then. What the caller gave stays, whatever ``infer`` says.
 
     Returns:
         A class. Its constructor takes the arguments of ``cls`` by keyword, without those that are to be inferred.
 
     Raises:
-        TypeError: If ``cls`` is no nnx.Module class or ``infer`` is not callable.
+        ConfigurationError: If ``infer`` does not take what the class's ``__call__`` requires.
+        ArgumentError: If ``cls`` is no nnx.Module class or ``infer`` is not callable.
 
     Example:
         >>> import jax.numpy as jnp, lazymods as lm
@@ -94,9 +95,12 @@ def lazy(cls: type[M], *, infer: Infer) -> LazyClass[M]:
         ((2, 5), (3, 5))
     """
     if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
-        raise TypeError(f"lazy takes an nnx.Module class, got {cls!r}")
+        raise wrong_argument("lm.lazy", cls, "lazy takes an nnx.Module class", "lm.lazy(MyLayer, infer=infer)")
     if not callable(infer):
-        raise TypeError(f"infer is a function infer(config, *args, **kwargs), got {infer!r}")
+        needed = "infer is a function infer(config, *args, **kwargs)"
+        write = 'infer=lambda config, x: {"in_features": x.shape[-1]}'
+        raise wrong_argument("lm.lazy(..., infer=...)", infer, needed, write)
+    wrong_arguments.check_infer(cls, infer)
     module = sys._getframe(1).f_globals.get("__name__", __name__)  # noqa: SLF001  as collections.namedtuple does
     return make(LazyClassSpec(cls, infer), name=f"Lazy{cls.__name__}", module=module)
 
@@ -262,14 +266,7 @@ def _layer_builder(
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ConfigurationError(
-            Problem(
-                name,
-                f"{describe_call(args, kwargs)} ({error})",
-                f"arguments as in {name}{_short(signature)}",
-                _call_line(name, signature),
-            )
-        ) from error
+        raise wrong_arguments.refusal(name, plan.cls, signature, args, kwargs, error) from error
     given = set(bound.arguments)
     bound.apply_defaults()
     _check_defaults(name)
@@ -353,29 +350,6 @@ def _no_rngs(name: str, rngs: Any) -> LazyError:
 Streams = tuple[tuple[str, Any, str], ...]  # name, key dtype and tag of each
 
 
-def _short(signature: inspect.Signature) -> str:
-    shown = [_shown(p) for p in signature.parameters.values()]
-    note = "; options go by keyword" + (", rngs is required" if _needs_rngs(signature) else "")
-    return f"({', '.join(shown[:6])}{', ...' if len(shown) > 6 else ''}){note}"
-
-
-def _shown(p: inspect.Parameter) -> str:
-    if p.kind is p.VAR_KEYWORD:
-        return f"**{p.name}"
-    return p.name if p.default is p.empty else f"{p.name}=..."
-
-
-def _needs_rngs(signature: inspect.Signature) -> bool:
-    return "rngs" in signature.parameters and signature.parameters["rngs"].default is inspect.Parameter.empty
-
-
-def _call_line(name: str, signature: inspect.Signature) -> str:
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    required = [p.name for p in parameters if p.default is p.empty and p.name != "rngs"]
-    rngs = ["rngs=nnx.Rngs(0)"] if _needs_rngs(signature) else []
-    return f"{name}({', '.join(required + rngs)})"
-
-
 def _structures(plan: LazyClassSpec, config: Mapping[str, Any], given: set[str]) -> list[dict[str, Any]]:
     """What may be unknown: an int for each missing argument, unless the plan knows better.
 
@@ -430,7 +404,7 @@ def _unreadable(cls: type, error: Exception) -> LazyError:
         return ConfigurationError(Problem(name, got, needed, by_hand))
     got = f"{cls.__name__} refuses its arguments at every size that was tried: {type(error).__name__}: {reason}"
     kind = ConfigurationError if isinstance(error, TypeError) else ShapeInferenceError
-    return kind(Problem(name, got, "arguments that the class takes for some size", f"other arguments, or {by_hand}"))
+    return kind(Problem(name, got, "arguments that the class takes for some size", by_hand))
 
 
 # ---------------------------------------------------------------- methods that may be called first
@@ -462,7 +436,7 @@ def _reduce(self: Any, protocol: Any) -> Any:
         return object.__reduce_ex__(self, protocol)
     plan: LazyClassSpec = cls._lazymods_plan
     needed = "an infer that pickles: the class itself cannot be imported, so it is stored with its infer"
-    write = f"{cls.__name__} = lm.lazy(...) at the top of a module"
+    write = f"{cls.__name__} = lm.lazy({plan.cls.__name__}, infer=infer)  # at the top of a module"
     check_pickles("infer", plan.infer, lambda: cls.__name__, needed, write)
     return _restore, (plan.cls, plan.infer, cls.__name__, cls.__module__), self.__getstate__()
 

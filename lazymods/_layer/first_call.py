@@ -154,7 +154,7 @@ def forward_error(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any], er
             where=_graph.place(layer, type(layer).__name__),
             got=describe_call(args, dict(kwargs)),
             needed=f"an input that the layer takes; Flax says: {one_line(error)}",
-            write="the call again with another input; the layer is as lazy as before",
+            write="layer(x)  # with another input: the layer is as lazy as before",
         )
     )
 
@@ -265,8 +265,7 @@ def is_carried(layer: Any) -> bool:
         return False
     return _refuse(
         layer,
-        "its first call on a copy, as an argument of jax.jit, jax.vmap or another JAX transform, of "
-        "nnx.eval_shape, or made by nnx.merge inside one",
+        f"its first call on a copy of it that was made inside {_compat.transform_of(birth)}",
         "parameters that outlive the call: those made here would be lost",
         write=f"{_WRITE}; {_SHAPES}",
     )
@@ -305,7 +304,7 @@ def _check_transforms(layer: Any, all_tags: list[Any], what: str, write: str) ->
     if tags & {"vmap", "pmap"} and _has_static_keys(layer) and _compat.mapping_axes(layer):
         got = f"{what} inside nnx.vmap (or nnx.pmap), which maps over its parameters"
         needed = "parameters that have the mapped axis: the model was built outside, with one set of random keys"
-        write = "in_axes=(None, 0), or build the model under nnx.vmap too, with nnx.split_rngs"
+        write = "nnx.vmap(f, in_axes=(None, 0))  # or build the model under nnx.vmap too, with nnx.split_rngs"
         _refuse(layer, got, needed, write=write)
 
 
@@ -313,7 +312,7 @@ def _has_static_keys(layer: Any) -> bool:
     return all(v.pending.is_static for v in _graph.variables(layer) if isinstance(v, UninitializedVariable))
 
 
-_WRITE = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+_WRITE = "lm.materialize(model, x)  # before the transform"
 _SHAPES = "for output shapes alone, lm.infer_shapes(model, x)"
 
 

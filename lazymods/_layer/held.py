@@ -70,7 +70,7 @@ def check_held(
                     _slot_place(layer, path, value),
                     got,
                     f"shape {slot.shape}, by the sizes inferred",
-                    f"an input whose sizes give {dotted(path)} that shape",
+                    f"layer(x)  # with an input whose sizes give {dotted(path)} that shape",
                 )
             )
     if problems:

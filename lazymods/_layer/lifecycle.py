@@ -13,20 +13,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from lazymods import _compat, _graph
 from lazymods._counts import COUNTS
 from lazymods._errors import Problem, ShapeInferenceError, UninitializedError
 from lazymods._graph import STATE, Path
-from lazymods._initial import draws
+from lazymods._initial import draws, placement
+from lazymods._initial.pending import PendingInit
 from lazymods._initial.stacking import Stackings
+from lazymods._layer import stacked_values
 from lazymods._layer.abstract_module import AbstractModule, Slot
 from lazymods._layer.config import ConstructorInit, LayerConfig
 from lazymods._layer.drawing import note_draws
@@ -105,7 +110,7 @@ def fill(layer: Any, values: Mapping[str, Any], *, traced_zeros: bool = False) -
 
 def _write(layer: Any, path: Path, variable: Any, array: Any) -> None:
     if isinstance(variable, UninitializedArray):
-        put(layer, path, array)
+        put(layer, path, placement.at_place(variable, array))
     elif isinstance(variable, UninitializedVariable):  # a tie inside the layer may have filled it
         variable.become(array)
 
@@ -136,8 +141,8 @@ def _compute(spec: LayerConfig, abstract: AbstractModule, empty: Mapping[Path, A
     own = _own(spec, empty)
     arrays = {p: v.pending.make(whole(abstract, p, v)) for p, v in empty.items() if p not in own}
     arrays |= _taken(abstract, own)
-    plain = {p: v for p, v in own.items() if p not in arrays and not v.pending.stacking.sizes}
-    arrays |= PendingValues([(abstract, plain)]).run()[0]
+    waiting = {p: v for p, v in own.items() if p not in arrays}
+    arrays |= PendingValues([(abstract, waiting)]).run()[0]
     groups: list[tuple[Any, list[Path]]] = []
     for path, variable in own.items():
         if path in arrays:
@@ -176,7 +181,8 @@ class PendingValues:
 
     def __init__(self, layers: Sequence[tuple[AbstractModule, Mapping[Path, Any]]], calling: bool = True) -> None:
         self.layers, self._calling = layers, calling
-        self._places = [(i, path) for i, (_, own) in enumerate(layers) for path in own]
+        places = [(i, path, own[path].pending) for i, (_, own) in enumerate(layers) for path in own]
+        self._places = [(i, path) for i, path, pending in places if _is_whole_or_in_front(pending)]
         self._plan = self._planned() if self._places and _compat.executing() else None
 
     def _planned(self) -> Any:
@@ -188,24 +194,49 @@ class PendingValues:
         for i, path in self._places:
             abstract, own = self.layers[i]
             pending = own[path].pending
-            alive.append(pending.keys)  # known has their identities
-            requests.append(request(abstract, abstract.slots[path], alive[-1], pending.dtype, known))
+            for keys in pending.keys_of_each():
+                alive.append(keys)  # known has their identities
+                requests.append(request(abstract, abstract.slots[path], keys, pending.dtype, known))
         return InitBatch(requests, self._calling)
 
-    def describe(self) -> tuple[dict[int, str], int]:
-        """Say how each value is made, by the id of its placeholder; and how many kernels draw."""
+    def describe(self) -> tuple[dict[int, tuple[str, bool]], int]:
+        """Say how each value is made, and whether as a whole, by its placeholder's id; and how many kernels draw."""
         if self._plan is None:
             return {}, 0
-        said = zip(self._places, self._plan.describe(), strict=True)
-        return {id(self.layers[i][1][path]): text for (i, path), text in said}, len(self._plan.kernels())
+        said = self._each(zip(self._plan.describe(), self._plan.made_whole(), strict=True))
+        return {id(self.layers[i][1][path]): found[0] for i, path, found in said}, len(self._plan.kernels())
+
+    def _each(self, found: Iterable[Any]) -> Iterator[tuple[int, Path, list[Any]]]:
+        """Return what was found for the values of each place: several, where layers are stacked."""
+        rest = iter(found)
+        for i, path in self._places:
+            count = math.prod(self.layers[i][1][path].pending.stacking.sizes)
+            yield i, path, list(itertools.islice(rest, count))
+
+    def _shardings(self) -> Iterator[Any]:
+        """Return where each value goes; of layers that are stacked, where each layer's part of it goes."""
+        for i, path in self._places:
+            placeholder = self.layers[i][1][path]
+            sizes, place = placeholder.pending.stacking.sizes, placement.place_of(placeholder)
+            if place is not None and sizes:
+                place = NamedSharding(place.mesh, PartitionSpec(*place.spec[len(sizes) :]))
+            yield from itertools.repeat(place, math.prod(sizes))
 
     def run(self) -> list[dict[Path, Any]]:
         """Compute what is known to come out as the layers themselves would make it, by layer and path."""
         out: list[dict[Path, Any]] = [{} for _ in self.layers]
-        for (i, path), array in zip(self._places, self._plan.fill(), strict=True) if self._plan is not None else ():
-            if array is not None:
-                out[i][path] = array
+        made = self._plan.fill(list(self._shardings())) if self._plan is not None else ()
+        for i, path, arrays in self._each(made) if made else ():
+            if not any(array is None for array in arrays):
+                sizes = self.layers[i][1][path].pending.stacking.sizes
+                out[i][path] = stacked_values.stack(arrays).reshape(*sizes, *arrays[0].shape) if sizes else arrays[0]
         return out
+
+
+def _is_whole_or_in_front(pending: PendingInit) -> bool:
+    """Whether a value is that of one layer, or those of several lie along the first axes, none of which is empty."""
+    stacking = pending.stacking
+    return all(stacking.marks[: len(stacking.sizes)]) and _compat.are_concrete(pending.leaves)
 
 
 # ---------------------------------------------------------------- many layers at once
@@ -258,8 +289,7 @@ def _readable(layer: Any, values: Mapping[str, Any]) -> tuple[AbstractModule, di
         return None
     held = own_slots(layer, abstract)
     own = _own(spec, {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)})
-    plain = _compat.are_concrete(k for v in own.values() for k in v.pending.leaves)
-    return (abstract, own) if plain and not any(v.pending.stacking.sizes for v in own.values()) else None
+    return (abstract, own) if _compat.are_concrete(k for v in own.values() for k in v.pending.leaves) else None
 
 
 def _taken(abstract: AbstractModule, own: Mapping[Path, Any]) -> dict[Path, Any]:
@@ -315,7 +345,7 @@ def _check_carried(layer: Any, abstract: AbstractModule) -> None:
         where = _graph.place(layer, type(layer).__name__)
         got = "metadata of its Variables that follow from a size, in the first call inside a transform of Flax"
         needed = "a first call outside: such a transform carries values out, and no metadata"
-        write = "lm.materialize(model, x) before, or model(x) once outside of the transform"
+        write = "lm.materialize(model, x)  # before the transform"
         raise UninitializedError(Problem(where, got, needed, write))
 
 

@@ -32,12 +32,17 @@ from lazymods._errors import (
     describe,
     one_line,
 )
-from lazymods._initial import draws
+from lazymods._initial import draws, placement
 from lazymods._initial.pending import InitSource, PartialShape, PendingInit
 from lazymods._initial.stacking import Shape
+from lazymods._refusals import wrong_argument
 
-SIZE_LINE = "model(x), or lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype)), first"
-_LINEN_LINE = "bridge.to_linen(make), of a function make(rngs) that returns the model after lm.materialize(model, spec)"
+SIZE_LINE = "lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # or model(x), first"
+_LINES = {  # by the module of Flax that asks for a value
+    nnx.bridge.__name__: "nnx.bridge.to_linen(make)  # make(rngs) returns the model after lm.materialize(model, spec)",
+    nnx.Optimizer.__module__: "optimizer = lm.LazyOptimizer(model, tx, wrt=nnx.Param)  # waits for the parameters",
+    nnx.tabulate.__module__: "print(lm.summary(model, jax.ShapeDtypeStruct(x.shape, x.dtype)))",
+}
 
 
 class _PlaceholderType(type(nnx.Variable)):  # type: ignore[misc]
@@ -79,7 +84,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
     ) -> None:
         partial = None if shape is None else tuple(None if d is None else operator.index(d) for d in shape)
         if partial is not None and any(d is not None and d < 0 for d in partial):
-            raise ValueError(f"a shape has no negative sizes, got {partial}")
+            write = f"lm.{type(self).__name__}((None, 4))"
+            raise wrong_argument(type(self).__name__, partial, "a shape has no negative sizes", write)
         dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
         keys = () if key is None else (key,)
         # the pending init is not a value: Flax must neither shard it nor run value hooks on it
@@ -192,7 +198,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
                 where=self.whereabouts(),
                 got=f"shape {tuple(shape)}",
                 needed="whole sizes" if known is None else f"shape {show_shape(known)}, whose known axes are fixed",
-                write="parameter.materialize(shape) with sizes that agree",
+                write="parameter.materialize(shape)  # with sizes that agree",
             )
         )
 
@@ -201,7 +207,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
             pending, part = self.pending, self.pending.stacking.part(shape)
             draws.use(pending.turns, is_sure=part is None or pending.source.has_all_sizes(part))
         try:
-            return self.pending.make(shape)
+            with placement.making(self):
+                return self.pending.make(shape)
         except ValueError as error:
             if isinstance(error, LazyError):
                 raise
@@ -210,7 +217,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
                     self.whereabouts(),
                     f"shape {shape}",
                     f"sizes that its layer takes; it says: {one_line(error)}",
-                    "parameter.materialize(shape) with other sizes",
+                    "parameter.materialize(shape)  # with other sizes",
                 )
             ) from error
         except TypeError as error:
@@ -241,11 +248,15 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
     def become(self, value: Any) -> None:
         """Be the ordinary Variable that holds ``value`` from now on (private: no checks)."""
         metadata = self.get_metadata()
+        place = placement.place_of(self)
         if isinstance(self.pending.source, InitSource):  # as if constructed with that value
-            twin = self.target(value, **metadata)
-            value, metadata = twin.get_raw_value(), twin.get_metadata()
-        elif metadata.get("out_sharding") and metadata["eager_sharding"] and not _graph.LOCAL.session:
+            own = {} if place is None else {k: v for k, v in metadata.items() if k == "eager_sharding"}
+            twin = self.target(value, **metadata | dict.fromkeys(own, False))
+            value, metadata = twin.get_raw_value(), twin.get_metadata() | own
+        elif place is None and metadata.get("out_sharding") and metadata["eager_sharding"] and not _graph.LOCAL.session:
             value = self._shard(value, metadata)
+        if place is not None:
+            value = placement.at_place(self, value)
         _compat.write_variable(self, self.target, value, metadata)
 
     def _shard(self, value: Any, metadata: dict[str, Any]) -> Any:
@@ -354,8 +365,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         )
 
     def _refuse(self, wanted: str) -> NoReturn:
-        in_linen = _graph.is_called_from("flax.nnx.bridge")
-        raise UninitializedError(self._problem(wanted, _LINEN_LINE if in_linen else SIZE_LINE))
+        asked = (line for module, line in _LINES.items() if _graph.is_called_from(module))
+        raise UninitializedError(self._problem(wanted, next(asked, SIZE_LINE)))
 
     # ------------------------------------------------------------ showing, copying, pickling
 
@@ -398,7 +409,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         source = self.pending.source
         if isinstance(source, InitSource):
             needed = "an initializer that pickles: a placeholder is stored with its own"
-            write = "a function defined at the top of a module, or parameter.materialize(shape) first"
+            write = "parameter.materialize(shape)  # first; or an init that is defined at the top of a module"
             check_pickles("init", source.init, self.whereabouts, needed, write)
         return _restore, (self.target, self.pending, self.get_metadata())
 

@@ -37,7 +37,7 @@ def initialize_parameters(
                 _graph.place(layer, type(layer).__name__),
                 f"{describe_call(args, kwargs)}, so {sizes}",
                 f"sizes that {plan.cls.__name__} takes; it says: {one_line(error)}",
-                "an input of another width",
+                "layer(x)  # with an input of another width",
             )
         ) from error
 
@@ -74,7 +74,8 @@ def infer_values(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs:
     """Call ``infer`` with the shapes of a call's arguments and check what it returns.
 
     Raises:
-        ShapeInferenceError: If it raises, or returns anything but the missing arguments as positive ints.
+        ShapeInferenceError: If it raises, or does not return the missing arguments as positive ints, or returns what
+            the constructor does not take.
     """
     spec = vars(layer)[STATE].spec
     config = MappingProxyType(spec.config | lifecycle.modules_of(layer))
@@ -85,12 +86,18 @@ def infer_values(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs:
         raise
     except Exception as error:
         needed = f"a call from which infer can tell the sizes; it raised {type(error).__name__}: {error}"
-        write = "a call with the arguments that the layer's forward takes"
+        write = "layer(x)  # with the arguments that its forward takes"
         if isinstance(error, NotInferableError):
             needed, write = error.needed, error.write
+        elif not args and not kwargs:
+            needed = "the arguments of a call, or specs of them: their shapes tell the sizes"
+            write = "lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # x: what the model is called with"
         where = _graph.place(layer, type(layer).__name__)
         cause = None if isinstance(error, NotInferableError) else error
         raise ShapeInferenceError(Problem(where, describe_call(args, kwargs), needed, write)) from cause
+    if isinstance(values, Mapping):  # what the caller gave is not to be inferred
+        given = {*spec.config, *spec.modules}.difference(spec.left_out, spec.unknown)
+        values = {name: value for name, value in values.items() if name not in given}
     problem = _wrong_values(spec, values) or _zero(values)
     if problem is not None:
         got, needed, write = problem
@@ -124,7 +131,7 @@ def _wrong_values(spec: LayerConfig, values: Any) -> tuple[str, str, str] | None
                 return (
                     f"{name}={leaf}, a symbolic size",
                     "a concrete feature axis: parameters need their sizes, only batch axes may be symbolic",
-                    "an input whose feature axis is an int",
+                    "layer(x)  # with an input whose feature axis is an int",
                 )
     return None
 
@@ -143,7 +150,7 @@ def _zero(values: Mapping[str, Any]) -> tuple[str, str, str] | None:
     return (
         ", ".join(f"{k}=0" for k in zero),
         "at least one feature: an initializer divides by their number",
-        "an input whose feature axis is not empty",
+        "layer(x)  # with an input whose feature axis is not empty",
     )
 
 

@@ -138,7 +138,7 @@ def _traced_keys(layer: Any) -> tuple[Any, Stacking | None]:
     if stacking is None:
         got = "a value that it has at these sizes only, in a stack whose other values lie each in its own way"
         where = _graph.place(layer, type(layer).__name__)
-        raise ShapeInferenceError(Problem(where, got, "all axes of the stack in front", "out_axes=0 of nnx.vmap"))
+        raise ShapeInferenceError(Problem(where, got, "all axes of the stack in front", "nnx.vmap(make, out_axes=0)"))
     return keys, stacking
 
 

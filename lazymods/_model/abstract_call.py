@@ -38,11 +38,11 @@ from lazymods._layer import first_call, lifecycle, structure
 from lazymods._model import hooks
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import TracedState
+from lazymods._refusals import refuse_array
 
 INDEX = _compat.own_name("index")
 
-Producers = dict[int, tuple[str, Sequence[Any], dict[str, Any]]]
-"""By the id of a traced value the name of the operation that made it, its operands and its parameters."""
+Producers = dict[int, tuple[str, Sequence[Any], dict[str, Any]]]  # name, operands and parameters, by the result's id
 
 
 @dataclasses.dataclass
@@ -133,9 +133,9 @@ class AbstractCall:
         run: Callable[..., Any] | None = None,
         look: Callable[[Path, Sequence[Any], Producers], None] | None = None,
     ) -> None:
-        self.model, self._look = model, look
+        refuse_array(model, args)
+        self.model, self._look, self._call_copy = model, look, run
         self._producers: Producers = {}
-        self._call_copy = run
         self.inputs = first_call.as_specs((args, kwargs))
         self._arguments = CallArguments(*self.inputs)
         self.roots = [model, *self._arguments.modules]  # a call's arguments may be lazy as well
@@ -253,7 +253,7 @@ class AbstractCall:
                     self._where(),
                     describe_call(call.args, call.kwargs),
                     f"an input that the layer takes; it says: {one_line(error)}",
-                    "the call again with another input",
+                    "lm.materialize(model, x)  # with another input",
                 )
             ) from error
         except Exception as error:
@@ -311,7 +311,7 @@ class AbstractCall:
                     _own_name(layer),
                     "a lazy layer that is no part of the model, reached by its forward",
                     "every lazy layer as an attribute of the model, so that it can be sized with it",
-                    "self.layer = layer, in the model's __init__",
+                    "self.layer = layer  # in the model's __init__",
                 )
             )
         args, kwargs = first_call.as_specs((args, kwargs))
@@ -384,7 +384,7 @@ class AbstractCall:
                     _graph.place(layer, _own_name(layer)),
                     f"{describe_call(args, kwargs)} ({_show(values)}) after {first} ({_show(visit.values)})",
                     "the same sizes at every call: its parameters have one shape",
-                    "a layer of its own for each width",
+                    "self.other = lm.LazyLinear(features, rngs=rngs)  # a layer of its own for each width",
                 )
             )
 

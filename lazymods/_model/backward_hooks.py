@@ -232,7 +232,7 @@ def _checked(where: str, name: str, leaves: _Leaves, found: Gradients, result: A
         new = None
     if new is None or not all(map(_fits, new, found)):
         needed = f"{_tuple_of(leaves.shown(found))}, as the {name} that it was given, or None to leave that as it is"
-        write = "return (new_gradient,): a tuple also for one, with the shape and the dtype of each"
+        write = "return (new_gradient,)  # a tuple also for one, with the shape and the dtype of each"
         raise LazyError(Problem(where, f"{_tuple_of(result)}, returned by it", needed, write))
     return [_as_gradient(x, old) for x, old in zip(new, found, strict=True)]
 

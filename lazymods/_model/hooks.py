@@ -22,6 +22,7 @@ from lazymods import _compat
 from lazymods._graph import HOOKS, REMOVED_HOOKS, STATE, hooks_of
 from lazymods._layer import first_call, lifecycle
 from lazymods._model.backward_hooks import AFTER, BEFORE, is_running, run_with_hooks
+from lazymods._refusals import wrong_argument
 
 ids = itertools.count()  # of hooks
 _AT_CALLS = frozenset(("forward_pre", "forward", BEFORE, AFTER))
@@ -81,12 +82,12 @@ def register(module: nnx.Module, hook: Hook, *, first: bool = False) -> Removabl
         A handle whose ``remove()`` removes it.
 
     Raises:
-        TypeError: If ``module`` is no nnx module, or what the hook runs is not callable.
+        ArgumentError: If ``module`` is no nnx module, or what the hook runs is not callable.
     """
     if not isinstance(module, nnx.Module):
-        raise TypeError(f"hooks go on an nnx.Module, got {type(module).__name__}")
+        raise wrong_argument("module", module, "hooks go on an nnx.Module", "lm.register_forward_hook(module, hook)")
     if not callable(hook.function):
-        raise TypeError(f"a hook is a function, got {type(hook.function).__name__}")
+        raise wrong_argument("hook", hook.function, "a hook is a function", "lm.register_forward_hook(module, hook)")
     with _LOCK:
         modules = _compat.incarnations(module)
         for same in modules:
@@ -224,7 +225,7 @@ def register_forward_pre_hook(
         A handle whose ``remove()`` removes the hook.
 
     Raises:
-        TypeError: If ``module`` is no nnx module or ``hook`` is not callable.
+        ArgumentError: If ``module`` is no nnx module or ``hook`` is not callable.
     """
     entry = Hook(next(ids), "forward_pre", hook, with_kwargs, early=prepend)
     return register(module, entry, first=prepend)
@@ -252,7 +253,7 @@ def register_forward_hook(
         A handle whose ``remove()`` removes the hook.
 
     Raises:
-        TypeError: If ``module`` is no nnx module or ``hook`` is not callable.
+        ArgumentError: If ``module`` is no nnx module or ``hook`` is not callable.
     """
     entry = Hook(next(ids), "forward", hook, with_kwargs, always=always_call)
     return register(module, entry, first=prepend)

@@ -11,27 +11,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 
 from lazymods import _compat, _graph
-from lazymods._errors import LazyError, located, relocate
+from lazymods._errors import LazyError, Problem, located, relocate
 from lazymods._graph import STATE, Path, dotted
 from lazymods._initial.keys import is_key
 from lazymods._initial.pending import PendingInit
+from lazymods._initial.placement import places_of
 from lazymods._layer import first_call, lifecycle, param_dtypes
 from lazymods._layer.drawing import note_draws
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedVariable
 from lazymods._model.abstract_call import AbstractCall, LayerCall
-from lazymods._model.report import ShapeReport, report_of
+from lazymods._model.planning import AnyMesh, Places, bring, placeholders_at, with_optimizer
+from lazymods._model.report import ShapeReport
+from lazymods._model.rows import report_of
+from lazymods._refusals import ArgumentError
+from lazymods._shardings import Rules
 from lazymods._snapshot import Snapshot
 
 
-def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
+def infer_shapes(
+    model: nnx.Module,
+    *args: Any,
+    mesh: AnyMesh | None = None,
+    rules: Rules | None = None,
+    optimizer: Any = None,
+    **kwargs: Any,
+) -> ShapeReport:
     """Find the shapes of a model's layers, parameters and output; nothing is allocated and nothing changes.
+
+    With a mesh it also plans where the parameters go, and says how many bytes a device then holds.
 
     Args:
         model: An nnx module, lazy or not.
         *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
+        mesh: As for :func:`materialize`; a ``jax.sharding.AbstractMesh`` plans for devices that nobody has.
+        rules: As for :func:`materialize`.
+        optimizer: An optax transformation, or the optimizer of the model: the report then has the bytes on a device of
+            gradients and of the optimizer's state as well.
         **kwargs: Keyword arguments of the call.
 
     Returns:
@@ -39,6 +58,8 @@ def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
 
     Raises:
         ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
+        LazyError: If parameters do not fit on the mesh; it lists all of them.
+        ArgumentError: If mesh, rules or optimizer are none, or there are rules without a mesh.
 
     Example:
         >>> import jax, jax.numpy as jnp, lazymods as lm
@@ -48,14 +69,18 @@ def infer_shapes(model: nnx.Module, *args: Any, **kwargs: Any) -> ShapeReport:
         >>> report.output.shape, report.total_parameters
         ((32, 4), 212)
     """
+    places = Places(mesh, rules)
     with lifecycle.LOCK, _no_collections():
         session = AbstractCall(model, args, kwargs).run()
-        return report_of(model, session, _plan(session, calling=False))
+        report = places.in_report(report_of(model, session, _plan(session, calling=False)))
+        return report if optimizer is None else with_optimizer(report, session.finished, optimizer)
 
 
 def materialize(
     model: nnx.Module,
     *args: Any,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
     device: Any = None,
     dtype: Any = None,
     init_backend: str | None = None,
@@ -66,9 +91,18 @@ def materialize(
     All or nothing: if a layer fails, the whole model is as it was. Layers that the call does not reach stay lazy
     and are listed in the report's ``unreached``. Layers that are ready stay as they are.
 
+    On a mesh each device gets its part of each parameter, drawn alone: the values are those of one device, whatever the
+    mesh, and no device holds more than its parts. What an initializer makes that can't be drawn in parts is made whole
+    first, and the report says so. Layers that are ready are moved to their place. In a program of several processes,
+    each makes the same call.
+
     Args:
         model: An nnx module.
         *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
+        mesh: The devices over which the parameters are spread. None: the mesh of ``jax.set_mesh``, if there is one.
+        rules: Where they go: pairs of a regular expression and a ``PartitionSpec``, of which the first whose expression
+            is found in the dotted name wins; or a function of name, shape and dtype that returns a ``PartitionSpec`` or
+            None. What no rule names follows its ``out_sharding`` metadata; what has none is copied to each device.
         device: Where the parameters are made; None: the default device.
         dtype: The dtype that floating-point parameters (``nnx.Param``) get: drawn as usual, then cast. None: each
             layer's own. Statistics keep theirs.
@@ -82,6 +116,8 @@ def materialize(
     Raises:
         ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
         UninitializedError: If a layer's ``initialize_parameters`` leaves a parameter empty.
+        LazyError: If parameters do not fit on the mesh; it lists all of them, and nothing is made.
+        ArgumentError: If mesh, rules and device do not go together, or the mesh has no devices.
         RuntimeError: If JAX has no backend of the name ``init_backend``.
 
     Example:
@@ -92,16 +128,27 @@ def materialize(
         >>> type(layer).__name__, layer.kernel.shape
         ('Linear', (3, 4))
     """
-    return _materialize(lambda: AbstractCall(model, args, kwargs), device, dtype, init_backend)
+    if isinstance(mesh, AbstractMesh):
+        needed, write = "a mesh of devices to make parameters on", "lm.infer_shapes(model, x, mesh=mesh, rules=rules)"
+        raise ArgumentError(Problem("mesh=", "an AbstractMesh", needed, write))
+    places = Places(mesh, rules, device)
+    return _materialize(lambda: AbstractCall(model, args, kwargs), device, dtype, init_backend, places)
 
 
-def _materialize(start: Callable[[], AbstractCall], device: Any, dtype: Any, init_backend: str | None) -> ShapeReport:
+def _materialize(
+    start: Callable[[], AbstractCall],
+    device: Any,
+    dtype: Any,
+    init_backend: str | None,
+    places: Places | None = None,
+) -> ShapeReport:
     dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     with lifecycle.LOCK, _no_collections():
         session = start()
         snapshot = Snapshot(*session.roots)
         where = device if init_backend is None else jax.local_devices(backend=init_backend)[0]
-        place = contextlib.nullcontext() if where is None else jax.default_device(where)
+        drawn_on = where if where is not None or places is None else places.device()
+        place = contextlib.nullcontext() if drawn_on is None else jax.default_device(drawn_on)
         try:
             changed = _set_dtype(session.everything, dtype)
             noted = _follow(session.everything, dtype)
@@ -109,15 +156,20 @@ def _materialize(start: Callable[[], AbstractCall], device: Any, dtype: Any, ini
             session.run()
             empty = {e.path for e in _graph.entries(session.everything) if _graph.is_placeholder(e.value)}
             with place:
-                _note_draws(session)
-                drawing = _plan(session)
-                report = report_of(session.model, session, drawing)
-                while _finish(session, drawing) and _graph.lazy_nodes(session.everything):
+                report = None
+                while True:
+                    _note_draws(session)
+                    drawing = _plan(session)
+                    found = report_of(session.model, session, drawing)
+                    found = found if places is None else places.in_report(found)
+                    report = report or found
+                    with places_of(placeholders_at(session, found)):
+                        made_some = _finish(session, drawing)
+                    if not made_some or not _graph.lazy_nodes(session.everything):
+                        break
                     changed += _set_dtype(session.everything, dtype)  # of layers that initialize_parameters made
                     noted += _follow(session.everything, dtype)
                     session = start().run()
-                    _note_draws(session)
-                    drawing = _plan(session)
             for variable, pending in changed:
                 if _graph.is_placeholder(variable):  # not reached: as before
                     variable.set_raw_value(pending)
@@ -125,7 +177,9 @@ def _materialize(start: Callable[[], AbstractCall], device: Any, dtype: Any, ini
                 if _graph.has_uninitialized_params(layer):
                     put(layer, (name,), value)
             _cast(session.everything, empty, dtype)
-            if where is not None:
+            if places is not None and places.mesh is not None:
+                bring(session, places)
+            elif where is not None:
                 _move(session.everything, empty, device)
         except BaseException:
             snapshot.restore()
@@ -142,6 +196,11 @@ def initialize(reach: list[Any], run: Callable[..., Any], arrays: list[Any]) -> 
         arrays: Arrays that it takes.
     """
     _materialize(lambda: AbstractCall(reach, (arrays,), {}, run), None, None, None)
+
+
+def initialize_called(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Initialize the lazy layers that a call of a model would reach, whatever the names of its arguments."""
+    _materialize(lambda: AbstractCall(model, args, kwargs), None, None, None)
 
 
 @contextlib.contextmanager

@@ -18,12 +18,14 @@ from lazymods._errors import PendingAttributeError, Problem, UninitializedError
 from lazymods._graph import STATE
 from lazymods._layer import first_call, lifecycle
 from lazymods._layer.building import LazyState
+from lazymods._model.planning import place_state
 
 
 class LazyOptimizer(nnx.Optimizer[Any]):
     """An ``nnx.Optimizer`` whose state is made at its first update, when the model has been materialized.
 
-    It becomes ``nnx.Optimizer`` then; at once if the model is ready when it is made.
+    It becomes ``nnx.Optimizer`` then; at once if the model is ready when it is made. Where the model's parameters are
+    on a mesh, what is kept for each is where that one is, and all else is on each device.
 
     Args:
         model: The model, lazy or not.
@@ -50,6 +52,7 @@ class LazyOptimizer(nnx.Optimizer[Any]):
     def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any) -> None:
         if not _uninitialized(model, wrt):
             super().__init__(model, tx, wrt=wrt)
+            place_state(self, model)
             lifecycle.finish_class(self)
             return
         self.graph: Any = None
@@ -89,7 +92,7 @@ class LazyOptimizer(nnx.Optimizer[Any]):
                     type(self).__name__,
                     f"an update while {', '.join(left)} are uninitialized",
                     "parameters with values, to make the optimizer's state from",
-                    "lm.materialize(model, x) before; for a layer that the loss does not reach: call it once, "
+                    "lm.materialize(model, x)  # before; a layer that the loss does not reach: call it once, "
                     "remove it, or leave it out of wrt",
                 )
             )
@@ -106,6 +109,7 @@ class LazyOptimizer(nnx.Optimizer[Any]):
             vars(self).clear()
             vars(self).update(attributes | {_compat.STATE: state})
             _compat.set_data_names(self, names)
+        place_state(self, model)
         if not keep_class:
             lifecycle.finish_class(self)
 
@@ -117,7 +121,7 @@ class LazyOptimizer(nnx.Optimizer[Any]):
                     type(self).__name__,
                     "a use of .opt_state",
                     "the model's parameters, which have no values yet",
-                    "lm.materialize(model, x), then optimizer.update(model, grads)",
+                    "lm.materialize(model, x); optimizer.update(model, grads)",
                 )
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

@@ -395,7 +395,7 @@ def _rebinds(name: str) -> LazyError:
             name,
             "a function that assigns this variable, which held a model or what reaches one, from outside of it",
             "an assignment that each call can do again: to an attribute, an item, or a variable of its own",
-            "the new object as a result of the function",
+            "return new  # the new object as a result of the function",
         )
     )
 

@@ -54,6 +54,24 @@ def jaxpr_calls_python(jaxpr: Any) -> bool:
     return _calls_python.inside(jaxpr)
 
 
+def mesh_in(jaxpr: Any) -> jax.sharding.Mesh | None:
+    """Return the first mesh that an operation of a jaxpr names; None if none does."""
+    inner = tracing.open_jaxpr(jaxpr)[0]
+    if not _names_devices.inside(inner):
+        return None
+    found = (_mesh_of(value) for eqn in inner.eqns for value in eqn.params.values() if type(value) not in _DULL)
+    return next((mesh for mesh in found if mesh is not None), None)
+
+
+def _mesh_of(value: Any) -> jax.sharding.Mesh | None:
+    if isinstance(value, (tuple, list)):
+        return next((mesh for mesh in map(_mesh_of, value) if mesh is not None), None)
+    if tracing.is_jaxpr(value):
+        return mesh_in(value)
+    mesh = getattr(value, "mesh", value)  # of a NamedSharding
+    return mesh if isinstance(mesh, jax.sharding.Mesh) else None
+
+
 def names_devices(primitive: Any, params: dict[str, Any]) -> bool:
     """Whether an operation says where it runs or where its results are, or has one inside that does.
 

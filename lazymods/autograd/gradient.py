@@ -17,6 +17,7 @@ from lazymods._refusals import refuse_uncallable
 from lazymods.autograd import variable_hooks
 from lazymods.autograd.freezing import trainable
 from lazymods.autograd.refusals import refuse_argnums, refuse_arguments, returning_scalar
+from lazymods.autograd.unreached import completed
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
@@ -46,7 +47,8 @@ def grad(
     Raises:
         ArgumentError: If ``fn`` can't be called. When it is called, if ``fn`` returns no real scalar, or if what
             to differentiate by is an integer, or a module of which all is frozen.
-        UninitializedError: When it is called, if a lazy layer of an argument is called first in there.
+        UninitializedError: When it is called, if a lazy layer of an argument is called first in there, or is not called
+            at all and has no sizes yet.
 
     Example:
         >>> import jax.numpy as jnp, lazymods as lm
@@ -70,6 +72,7 @@ def grad(
                 found = _conjugated(found)
             hooked = _hooked(fn, argnums, args, kwargs, found)
         variable_hooks.run(hooked)
+        found = completed(where, found)
         return (found, *aux) if has_aux else found
 
     return gradient
@@ -92,7 +95,8 @@ def value_and_grad(
     Raises:
         ArgumentError: If ``fn`` can't be called. When it is called, if ``fn`` returns no real scalar, or if what
             to differentiate by is an integer, or a module of which all is frozen.
-        UninitializedError: When it is called, if a lazy layer of an argument is called first in there.
+        UninitializedError: When it is called, if a lazy layer of an argument is called first in there, or is not called
+            at all and has no sizes yet.
 
     Example:
         >>> import jax.numpy as jnp, lazymods as lm
@@ -114,7 +118,7 @@ def value_and_grad(
                 found = _conjugated(found)
             hooked = _hooked(fn, argnums, args, kwargs, found)
         variable_hooks.run(hooked)
-        return value, found
+        return value, completed(where, found)
 
     return value_and_gradient
 

@@ -6,7 +6,7 @@ the mask drops is multiplied by zero, and zero times infinity is not zero. So ``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -24,7 +24,8 @@ def safe_where(mask: Any, fn: Callable[..., Any], *args: Any, fill: Any = 0.0) -
 
     Where ``mask`` is False, ``fn`` gets the arguments of the first element where it is True instead, and nothing is
     differentiated. So masked elements get the gradient 0, and ``fn`` is never called where it is not finite, unless
-    ``mask`` is False everywhere; then what ``fn`` closes over has a gradient of ``nan`` if ``fn`` is not finite at 0.
+    ``mask`` is False everywhere; then it gets 0.5, or 1 for integers, and what it closes over has a gradient of ``nan``
+    if it is not finite there. Under ``jax.vmap`` that is the first element of all examples.
     An array that ``fn`` closes over it sees as it is, masked elements too: pass it as an argument.
 
     Args:
@@ -39,7 +40,8 @@ def safe_where(mask: Any, fn: Callable[..., Any], *args: Any, fill: Any = 0.0) -
         An array of the shape to which ``mask`` and the arguments broadcast, of the dtype that ``jnp.where`` gives.
 
     Raises:
-        ArgumentError: If ``fn`` can't be called, or returns another shape.
+        ArgumentError: If ``fn`` can't be called, or returns another shape; if ``mask``, an argument or ``fill`` is no
+            array and no number, or if they do not broadcast.
 
     Example:
         >>> import jax, jax.numpy as jnp, lazymods as lm
@@ -49,29 +51,107 @@ def safe_where(mask: Any, fn: Callable[..., Any], *args: Any, fill: Any = 0.0) -
         >>> jax.grad(lambda x: lm.autograd.safe_where(x > 0, jnp.log, x).sum())(x)
         Array([0. , 0.5], dtype=float32)
     """
-    refuse_uncallable("lm.autograd.safe_where", fn)
-    arrays = [x for x in jax.tree.leaves(args) if type(x) not in _NUMBERS]
-    shape = jnp.broadcast_shapes(np.shape(mask), *map(np.shape, arrays))
+    refuse_uncallable(_WHERE, fn)
+    _refuse_other_kinds(mask, args, fill)
+    values, tree = jax.tree.flatten(args)
+    arrays = {i: x for i, x in enumerate(values) if type(x) not in _NUMBERS}
+    shape = _common_shape(mask, arrays.values(), fill)
     mask = jnp.broadcast_to(jnp.asarray(mask), shape).astype(bool)
-    first = mask & (_positions(shape) == jnp.min(_positions(shape), where=mask, initial=_LAST))
-
-    def safe(value: Any) -> Any:
-        if type(value) in _NUMBERS:
-            return value
-        value = jnp.broadcast_to(jnp.asarray(value), shape)
-        if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-            return value
-        return jnp.where(mask, value, _only(first, jax.lax.stop_gradient(value)))
+    arrays = {i: jnp.broadcast_to(jnp.asarray(x), shape) for i, x in arrays.items()}
+    wholes = {i: x for i, x in arrays.items() if not jnp.issubdtype(x.dtype, jax.dtypes.extended)}
+    firsts = _first(mask, {i: jax.lax.stop_gradient(x) for i, x in wholes.items()})
+    safe = {i: jnp.where(mask, x, firsts[i]) for i, x in wholes.items()}
+    given = [safe.get(i, arrays.get(i, x)) for i, x in enumerate(values)]
 
     def filled(result: Any) -> Any:
         if np.shape(result) != shape:
             raise ArgumentError(_not_elementwise(result, shape))
         return jnp.where(mask, result, fill)
 
-    return jax.tree.map(filled, fn(*jax.tree.map(safe, args)))
+    return jax.tree.map(filled, fn(*jax.tree.unflatten(tree, given)))
 
+
+_WHERE = "lm.autograd.safe_where"
+
+
+def _refuse_other_kinds(mask: Any, args: tuple[Any, ...], fill: Any) -> None:
+    """Refuse what is neither an array nor a number.
+
+    Raises:
+        ArgumentError: If anything is; of all that are.
+    """
+    wrong = [] if _is_array(mask) and not _is_key(mask) else [("mask", mask, "safe_where(x > 0, jnp.log, x)")]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args):
+        if not _is_array(leaf):
+            line = "lambda x: fn(x, option), for what is an option of fn and no array"
+            wrong.append((f"argument {jax.tree_util.keystr(path)}", leaf, line))
+    if not _is_array(fill) or _is_key(fill):
+        wrong.append(("fill", fill, "fill=0.0"))
+    if wrong:
+        needed = "an array or a number, as jnp.where takes them"
+        raise ArgumentError(*[Problem(f"{_WHERE}: {n}", describe(x), needed, line) for n, x, line in wrong])
+
+
+def _is_array(value: Any) -> bool:
+    """Whether ``jnp.asarray`` takes a value; a list of numbers is one to it."""
+    try:
+        jax.eval_shape(jnp.asarray, value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return value is not None
+
+
+def _is_key(value: Any) -> bool:
+    dtype = getattr(value, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.extended)
+
+
+def _common_shape(mask: Any, arrays: Collection[Any], fill: Any) -> tuple[int, ...]:
+    """Return the shape to which mask and arguments broadcast.
+
+    Raises:
+        ArgumentError: If they do not, or not with ``fill``.
+    """
+    try:
+        shape = jnp.broadcast_shapes(np.shape(mask), *map(np.shape, arrays))
+        jnp.broadcast_shapes(shape, np.shape(fill))
+    except ValueError:
+        shapes = [describe(jnp.asarray(x)) for x in (mask, *arrays, fill)]
+        got = f"a mask {shapes[0]}, arguments {', '.join(shapes[1:-1]) or 'without arrays'}, and fill {shapes[-1]}"
+        needed = "shapes that broadcast with each other: one element of each for one of the result"
+        line = "mask[:, None] for a mask of rows; arrays of another shape in a closure: lambda x: x @ w"
+        raise ArgumentError(Problem(_WHERE, got, needed, line)) from None
+    return shape
+
+
+# ---------------------------------------------------------------- the first element that counts
 
 _LAST = np.iinfo(np.int32).max
+
+
+@jax.custom_batching.custom_vmap
+def _first_of_each(mask: jax.Array, values: dict[int, jax.Array]) -> dict[int, jax.Array]:
+    """Return of each array the first element where the mask is True, be it of another example of a vmap."""
+    positions = _positions(mask.shape)
+    first = mask & (positions == jnp.min(positions, where=mask, initial=_LAST))
+    return {i: jnp.where(jnp.any(mask), _only(first, x), _harmless(x.dtype)) for i, x in values.items()}
+
+
+@_first_of_each.def_vmap
+def _first_of_examples(size: int, are_mapped: Any, mask: jax.Array, values: dict[int, jax.Array]) -> Any:
+    def mapped(is_mapped: bool, x: jax.Array) -> jax.Array:
+        return x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+
+    whole = jax.tree.map(mapped, are_mapped, [mask, values])
+    return _first_of_each(*whole), dict.fromkeys(values, False)
+
+
+_first = jax.jit(_first_of_each)  # traced once for each shape
+
+
+def _harmless(dtype: Any) -> Any:
+    """Return a number at which most functions that are not finite everywhere are finite."""
+    return jnp.asarray(0.5 if jnp.issubdtype(dtype, jnp.inexact) else 1, dtype)
 
 
 def _positions(shape: tuple[Any, ...]) -> jax.Array:
@@ -92,4 +172,4 @@ def _only(first: jax.Array, value: jax.Array) -> jax.Array:
 def _not_elementwise(result: Any, shape: tuple[Any, ...]) -> Problem:
     needed = f"an array of the shape {shape}, to which the mask and the arguments broadcast: one element for each"
     write = "a function that works element by element, such as jnp.log; reduce what safe_where returns"
-    return Problem("lm.autograd.safe_where: what fn returned", describe(result), needed, write)
+    return Problem(f"{_WHERE}: what fn returned", describe(result), needed, write)

@@ -7,6 +7,7 @@ no model.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import jax
 
 from lazymods._compat import jit as _compat_jit
+from lazymods._compat.tracing import aval_of
 from lazymods._counts import COUNTS
 from lazymods.compile.paths import Paths
+from lazymods.compile.placement import settled, stays_of
 from lazymods.compile.program import OtherSignatureError, signature_of
 from lazymods.compile.records import Effects
 from lazymods.compile.trace import Body
@@ -91,7 +94,7 @@ class BranchingProgram:
             outputs, record = self._paths(flat)
         finally:
             self._present.make_body = self._present.treedef = None
-        return record, outputs
+        return record, settled(flat, outputs, record.stays) if record.stays else outputs
 
     def _fits(self, leaves: Sequence[Any]) -> bool:
         kinds = [v.aval if type(v) is _compat_jit.ARRAY else None for v in leaves]
@@ -115,5 +118,8 @@ class BranchingProgram:
         COUNTS.add(traces=1)
         places = {target: body.inputs + target for target in self.takes}
         kept = record.drop_writes(record.find_unchanged(outputs, leaves, places))
+        begins = [*itertools.accumulate((len(jax.tree.leaves(leaf)) for leaf in leaves), initial=0)]
+        held = {target: range(begins[place], begins[place + 1]) for target, place in places.items()}
+        record.stays = stays_of(record, held, [*map(aval_of, flat)], [aval_of(outputs[i]) for i in kept])
         self._traced()
         return [outputs[i] for i in kept], record

@@ -62,7 +62,7 @@ def checked(
                 name,
                 "a compiled call that ended well",
                 f"the error of plain Python: {type(plain_error).__name__}: {one_line(plain_error)}",
-                "the check that raises it with jax.debug or checkify; a program takes no decision that raises",
+                "checkify.check(is_right, message)  # a program takes no decision that raises",
             )
         ) from plain_error
     compare(name, plain.left(want), plain.left_of_call(got), lambda: _results(again))

@@ -41,7 +41,7 @@ def refuse_lazy_clones(name: str) -> None:
     """
     if _LOCAL.clones and TracedState(_LOCAL.clones).lazy:
         needed = "a model that is initialized: a call would initialize the clone, and the model would stay lazy"
-        write = "lm.materialize(model, ...) before nnx.cached_partial(f, model), or lm.jit(f) alone, which is as fast"
+        write = "lm.jit(f)  # alone, as fast as with nnx.cached_partial; or lm.materialize(model, x) before that"
         raise UninitializedError(Problem(name, "a lazy model in nnx.cached_partial", needed, write))
 
 
@@ -62,4 +62,4 @@ def refuse_changes(name: str, changed: Sequence[Any]) -> None:
     if found:
         got = f"a function that changes the structure of what nnx.cached_partial holds: {', '.join(found)}"
         needed = "a function that changes values of Variables: the rest would be done to a clone, not to the model"
-        raise LazyError(Problem(name, got, needed, "lm.jit(f) alone, without nnx.cached_partial: it is as fast"))
+        raise LazyError(Problem(name, got, needed, "lm.jit(f)  # alone, without nnx.cached_partial: it is as fast"))

@@ -42,7 +42,7 @@ def check_constants(name: str, constants: Sequence[Any], known: Sequence[Any]) -
                     f"{describe(v)}, read from a model that the function finds in a way of its own",
                     "models as arguments, or in closures, globals, defaults, attributes and containers of those: a "
                     "model that lm.jit does not see would be a constant of the program",
-                    "lm.jit(lambda model, ...: ...), with the model as an argument",
+                    "lm.jit(lambda model, x: model(x))  # with the model as an argument",
                 )
                 for v in found
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
-from lazymods._refusals import refuse_uncallable
+from lazymods._refusals import refuse_uncallable, wrong_argument
 from lazymods.compile.function import JitFunction
 
 P = ParamSpec("P")
@@ -78,7 +78,7 @@ def jit(
     Raises:
         ArgumentError: If ``function`` can't be called.
         ConfigurationError: If ``static_argnames`` names no parameter.
-        ValueError: If ``max_paths`` is less than 1.
+        ArgumentError: If ``max_paths`` is less than 1.
         LazyError: At a call: it writes to an argument that it can't write to. With ``check``: the first difference
             from plain Python, by path.
 
@@ -98,7 +98,8 @@ def jit(
         (True, 1)
     """
     if max_paths < 1:
-        raise ValueError(f"a function has at least 1 path, got max_paths={max_paths}")
+        needed = "a function has at least 1 path"
+        raise wrong_argument("lm.jit(max_paths=...)", max_paths, needed, "lm.jit(f, max_paths=16)")
     names = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
 
     def compiled(function: Any) -> JitFunction:

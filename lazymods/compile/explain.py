@@ -245,17 +245,26 @@ class _Walk:
                 self.visit(part, inner, own)
 
     def note_array(self, value: Any, path: str, owners: Any) -> None:
-        """Describe an array, a number or a Variable by shape and dtype, and whether the dtype gives way to others."""
+        """Describe an array, a number or a Variable by its type: shape, dtype, whether that gives way, the mesh."""
         raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
         if isinstance(raw, (bool, int, float, complex)):
             self.facts[path] = Fact(type(raw).__name__, type(raw), raw is not value, owners=owners)
         elif kind_of(raw) is TokenKind.ARRAY:
             kind: Any = jax.typeof(raw)
             weak = " (weak type)" if getattr(kind, "weak_type", False) else ""
-            self.facts[path] = Fact(describe(raw) + weak, kind, raw is not value, owners=owners)
+            self.facts[path] = Fact(describe(raw) + weak + _place(kind), kind, raw is not value, owners=owners)
         else:  # a placeholder, or a Variable that holds no array
             text = repr(value) if isinstance(raw, PendingInit) else describe(raw)
             self.facts[path] = Fact(text, None, raw is not value, owners=owners)
+
+
+def _place(kind: Any) -> str:
+    """Return what the type of an array says of where it is: its mesh, and how it lies along explicit axes."""
+    sharding = kind.sharding
+    if sharding.mesh.empty:
+        return ""
+    spec = f"{sharding.spec} " if any(sharding.spec) else ""
+    return f" {spec}on a mesh of {', '.join(f'{name}={size}' for name, size in sharding.mesh.shape.items())}"
 
 
 def _mark_of(value: Any, kind: TokenKind) -> tuple[Any, tuple[Any, ...] | None]:

@@ -179,7 +179,7 @@ class Given:
                         path,
                         f"a function that writes to a {type(value).__name__} among its arguments",
                         "a write to a dict, a list or an nnx object: of another pytree the function has a copy",
-                        "the new object as a result of the function",
+                        "return new  # the new object as a result of the function",
                     )
                 )
         return [n for n, thing in enumerate(self.things) if not is_same(self.contents[n], contents_of(thing))]
@@ -208,6 +208,6 @@ class Given:
                         self._paths[number],
                         "a container in several places, and a function that writes to it in one of them",
                         "one place: a compiled function has a container for each, and sees a write in one only",
-                        "the container once, or a copy of it in all other places",
+                        "copy.copy(container)  # in all places but one",
                     )
                 )

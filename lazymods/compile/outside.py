@@ -298,6 +298,6 @@ def _stores(where: str) -> LazyError:
             "a compiled function that stores an array there, which every call computes anew",
             "no write of an array to what holds no model: that is constant, as for jax.jit. An attribute of an "
             "object that holds a model too, such as self.losses beside self.model, is written at each call",
-            "the array as a result of the function, and the write outside",
+            "return array  # as a result of the function, and write it outside",
         )
     )

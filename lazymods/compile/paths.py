@@ -202,8 +202,8 @@ class Paths:
             "that Python decides on a number or loops until a value is reached"
         )
         write = (
-            "jax.lax.cond or jax.lax.switch for a decision, jax.lax.while_loop or jax.lax.fori_loop for a loop; "
-            "or lm.jit(..., max_paths=...)"
+            "jax.lax.cond(pred, then, otherwise, x)  # a loop: jax.lax.while_loop or jax.lax.fori_loop; "
+            "or more paths: lm.jit(f, max_paths=...)"
         )
         return LazyError(Problem(self._name, got, needed, write))
 
@@ -356,4 +356,4 @@ class _Recording:
     def _not_repeatable(self) -> LazyError:
         got = f"other operations before decision {self._asked + 1} than when it was recorded first"
         needed = "the same operations in every run: its Python may decide on values, on nothing that changes outside"
-        return LazyError(Problem(self._name, got, needed, "what changes as an argument of the function"))
+        return LazyError(Problem(self._name, got, needed, "f(x, changing)  # what changes, as an argument"))

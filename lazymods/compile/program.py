@@ -5,6 +5,9 @@ with the leaves and returns what the body recorded, and the outputs. The program
 was traced at. At any other, be it a shape, a dtype or a setting of JAX that a trace depends on, ``jax.jit`` traces
 again, which the program answers with :class:`OtherSignatureError`: whoever holds programs then finds or makes another.
 So ``jax.jit``'s own check of signatures, in C++, is the only one that a call pays for.
+
+Where arrays are is no part of a signature, unless a mesh has explicit axes. For each placement on a mesh
+(:mod:`lazymods.compile.placement`), a program has an executable of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ from lazymods._compat import jit as _compat_jit
 from lazymods._compat import tracing
 from lazymods._counts import COUNTS
 from lazymods._recording import inside
+from lazymods.compile.placement import Placement, Stay, placement_of, sharding_in, spec_of, stays_of
 from lazymods.compile.records import Effects
 from lazymods.compile.trace import Body, is_beside
+
+_PLACEMENTS = 16  # executables that a program keeps
 
 
 class OtherSignatureError(Exception):
@@ -98,10 +104,19 @@ class Program:
         ran: Whether it ran, and so is compiled.
         calls_python: Whether it calls Python functions while it runs. They may raise when it has been started: it is
             waited for, and nothing is donated to it, so that the state is as before.
-        can_be_kept: Whether it depends on nothing but its leaves and constants: no tracer of a trace around it.
+        can_be_kept: Whether it depends on nothing but its leaves and constants: no tracer of a trace around it, and
+            no setting of JAX that the function has changed while it was traced.
     """
 
-    def __init__(self, tape: Tape, record: Effects, takes: Sequence[int], inputs: int, donate: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tape: Tape,
+        record: Effects,
+        takes: Sequence[int],
+        inputs: int,
+        donate: Sequence[int],
+        stays: Sequence[Stay] = (),
+    ) -> None:
         self.tape: Tape = tape
         self.record: Effects = record
         self.takes: Sequence[int] = takes
@@ -114,6 +129,7 @@ class Program:
         self._mark: Any = None
         self._twins: Sequence[tuple[int, int]] = ()
         self.order: Sequence[int] = range(inputs)
+        self._placed: dict[tuple[Any, Placement], Any] = {}
         self.launch: Any
         if donate:
             kept = [i for i in range(inputs) if i not in set(donate)]
@@ -125,7 +141,10 @@ class Program:
             self._twins = [(a, d) for a in range(inputs - len(takes)) for d in donate if kinds[a] == kinds[d]]
         else:
             self._run = jax.jit(self._flat)
-            self.launch = self._launch_and_wait if self.calls_python else self._run
+            self.launch = self._launch_and_wait if self.calls_python else self._launch if stays else self._run
+        places = {leaf: place for place, leaf in enumerate(self.order)}
+        self._stays: Sequence[Stay] = [stay._replace(leaf=places[stay.leaf]) for stay in stays]
+        self._mesh = inside.mesh_in(tape.jaxpr) if stays else None
 
     def __call__(self, leaves: Sequence[Any]) -> tuple[Effects, Sequence[Any]]:
         """Run the program.
@@ -141,9 +160,12 @@ class Program:
         """
         return self.record, self.launch(leaves)
 
+    def _launch(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        return self._jitted(leaves)(leaves)
+
     def _launch_and_wait(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Run it; raise what a Python function raises that it calls, before its outputs are written anywhere."""
-        return tracing.waited(self._run(leaves))
+        return tracing.waited(self._launch(leaves))
 
     def _launch_donating(self, leaves: Sequence[Any]) -> Sequence[Any]:
         if self._mark is not _compat_jit.Watch.mark:  # else the leaves to donate are what a program returned
@@ -152,7 +174,33 @@ class Program:
                 leaves = _unshared(leaves, self.donated)
         elif self.donates_input(leaves):
             leaves = _unshared(leaves, self.donated)
-        return self._run(self._moving(leaves), self._still(leaves))
+        moving, still = self._moving(leaves), self._still(leaves)
+        return self._jitted(moving, still)(moving, still)
+
+    def _jitted(self, *arguments: Any) -> Any:
+        """Return what ``jax.jit`` made of the program for arguments that are where these are."""
+        if not self._stays:
+            return self._run
+        flat, treedef = jax.tree.flatten(arguments)
+        placement = placement_of(flat, self._stays, self._mesh)
+        if placement is None:
+            return self._run
+        found = self._placed.get((treedef, placement))
+        return found or self._placed.setdefault((treedef, placement), self._jitted_for(treedef, placement))
+
+    def _jitted_for(self, treedef: Any, placement: Placement) -> Any:
+        before: list[Any] = [None] * treedef.num_leaves
+        after: list[Any] = [None] * len(self.tape.out_avals())
+        for stay, start, end in zip(self._stays, *placement, strict=True):
+            before[stay.leaf], after[stay.output] = start, end
+        function, donated = (self._divided, 0) if self.donated else (self._flat, ())
+        if self.ran:
+            COUNTS.add(compiles=1)
+        while len(self._placed) >= _PLACEMENTS:
+            self._placed.pop(next(iter(self._placed)), None)
+        return jax.jit(
+            function, in_shardings=treedef.unflatten(before), out_shardings=after, donate_argnums=donated
+        )
 
     def donates_input(self, leaves: Sequence[Any]) -> bool:
         """Whether an array that is donated is an argument of the call as well."""
@@ -160,14 +208,17 @@ class Program:
 
     def executable(self, leaves: Sequence[Any]) -> _compat_jit.Executable | None:
         """Return what is compiled for these leaves, with its arguments in this order; see ``executable_of``."""
-        jitted, arguments = self.arranged(leaves)
-        return _compat_jit.executable_of(jitted, *arguments)
+        arguments = self.arranged(leaves)
+        return _compat_jit.executable_of(self._jitted(*arguments), *arguments)
 
-    def arranged(self, leaves: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """Return what ``jax.jit`` made of the program, and the arguments with which it is called for these leaves."""
-        if not self.donated:
-            return self._run, (leaves,)
-        return self._run, (self._moving(leaves), self._still(leaves))
+    def trace(self, leaves: Sequence[Any]) -> Any:
+        """Return what ``jax.jit`` traces of the program for these leaves."""
+        arguments = self.arranged(leaves)
+        return self._jitted(*arguments).trace(*arguments)
+
+    def arranged(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the arguments with which what ``jax.jit`` made of the program is called for these leaves."""
+        return (self._moving(leaves), self._still(leaves)) if self.donated else (leaves,)
 
     def leaf_numbers(self, inputs: int) -> list[int]:
         """Return which leaves of a call the program takes, in its order; ``inputs`` of them are arguments."""
@@ -193,7 +244,7 @@ class Program:
 
 def _zeros(aval: Any) -> Any:
     """Return what stands for an input of which nothing is computed that is wanted: XLA leaves it out."""
-    return jax.lax.full(aval.shape, 0, aval.dtype)
+    return jax.lax.full(aval.shape, 0, aval.dtype, sharding=sharding_in(aval))
 
 
 def signature_of(leaves: Sequence[Any]) -> Hashable:
@@ -236,7 +287,7 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     Returns:
         The program. If the body initialized a lazy layer, the program takes the new values after the leaves.
     """
-    start = time.perf_counter()
+    start, settings = time.perf_counter(), _compat_jit.trace_context()
     closed = jax.make_jaxpr(body)(list(leaves))
     record = body.record
     assert record is not None  # make_jaxpr has run the body
@@ -246,13 +297,15 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     takes = body.kept
     taken = [*range(body.inputs), *(body.inputs + target for target in takes)]
     places = [place for leaf in taken for place in range(starts[leaf], starts[leaf + 1])]
-    ends = itertools.accumulate((flat[leaf] for leaf in taken), initial=0)
-    inputs = [end if flat[leaf] == 1 else None for leaf, end in zip(taken, ends, strict=False)]  # if there is one
+    begins = [*itertools.accumulate((flat[leaf] for leaf in taken), initial=0)]
+    inputs = [begin if flat[leaf] == 1 else None for leaf, begin in zip(taken, begins, strict=False)]  # if there is one
+    held = dict(zip(takes, itertools.starmap(range, itertools.pairwise(begins[body.inputs :])), strict=True))
     numbers = {id(c): n for n, c in enumerate(closed.consts)}
     initialized = enumerate((id(raw) for _, raw in body.adopted), len(body.targets))
     adopted = [(target, numbers[mark]) for target, mark in initialized if mark in numbers]
     takes = [*takes, *(target for target, _ in adopted)]
     inputs += range(len(places), len(places) + len(adopted))
+    held |= {target: range(n, n + 1) for n, (target, _) in enumerate(adopted, len(places))}
     input_of_target = {target: inputs[body.inputs + i] for i, target in enumerate(takes)}
     if adopted:
         places += range(len(closed.in_avals), len(closed.in_avals) + len(adopted))
@@ -269,7 +322,10 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     donated: list[int] = []
     if donate and None not in inputs and not inside.jaxpr_calls_python(closed):  # else it may fail half way
         donated = sorted({i for i, o in kept if i is not None and ins[i].aval == avals[o]})
-    return Program(tape, record, takes, len(ins), donated)
+    stays = stays_of(record, held, [v.aval for v in ins], tape.out_avals())
+    program = Program(tape, record, takes, len(ins), donated, stays)
+    program.can_be_kept = program.can_be_kept and _compat_jit.trace_context() == settings
+    return program
 
 
 def _with_inputs_for(closed: Any, constants: Sequence[int]) -> Any:
@@ -283,5 +339,5 @@ def _with_inputs_for(closed: Any, constants: Sequence[int]) -> Any:
             consts[number] = value
         return eval_jaxpr(closed.jaxpr, consts, *inputs[:count])
 
-    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in closed.in_avals]
+    specs = map(spec_of, closed.in_avals)
     return jax.make_jaxpr(run)([*specs, *(closed.consts[i] for i in constants)])

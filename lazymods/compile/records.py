@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import operator
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -144,6 +144,8 @@ class Effects:
         orders: The attributes of nnx objects, by number, that are in another order than before, as transforms of NNX
             leave them. A call that is like the last one need not look: they are so by then.
         given: What containers among the arguments, by number, hold afterwards.
+        written_anew: ``(target, part)``: the new value of a Variable or place of which more than the value changes.
+        stays: What ``placement.stays_of`` found for a path of a function that decides.
         is_plain: Whether the function only wrote values, and returned nothing but arrays and static values.
         passes_on: Whether a new value is one of the program's inputs, unchanged: two Variables then hold one array. Or
             of another size than the one before: a guard may rely on that.
@@ -157,6 +159,8 @@ class Effects:
     reads: Reads | None = None
     orders: list[tuple[int, list[str]]] = dataclasses.field(default_factory=list)
     given: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
+    written_anew: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
+    stays: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         """Find what can be repeated in a shorter way."""
@@ -256,6 +260,7 @@ class _Writer:
         self._made: list[Made] = []
         self._new: dict[int, int] = {}
         self._orders: list[tuple[int, list[str]]] = []
+        self._anew: list[tuple[int, Any]] = []
 
     def write(self, out: Any, targets: Mapping[int, Any], reads: Reads | None) -> tuple[Effects, list[Any]]:
         described = self._tree(out)
@@ -269,7 +274,7 @@ class _Writer:
             self._node(number, node, places, writes, changes)
         given = [(number, self._container(number)) for number in self._given.changed()]
         outputs = list(self._outputs.values())
-        record = Effects(described, writes, changes, self._made, outputs, reads, self._orders, given)
+        record = Effects(described, writes, changes, self._made, outputs, reads, self._orders, given, self._anew)
         return record, self._arrays
 
     def _container(self, number: int) -> Any:
@@ -290,6 +295,8 @@ class _Writer:
             writes.append((target, self._own_output(raw)))
             return
         contents = (self._tree(raw), {k: self._part(v) for k, v in metadata.items()})
+        if target is not None:
+            self._anew.append((target, contents[0]))
         changes.append(Change(Old(number, True), cls, contents))
 
     def _node(self, number: int, node: Any, places: Any, writes: Any, changes: Any) -> None:
@@ -297,7 +304,9 @@ class _Writer:
         after, kind = contents_of(copy), kind_of(node)
         if not isinstance(after, dict):
             if not _same_items(after, begun):
-                changes.append(Change(Old(number, False), None, [self._part(v) for v in after]))
+                parts = [self._part(v) for v in after]
+                self._anew += [(places[id(node), i], p) for i, p in enumerate(parts) if (id(node), i) in places]
+                changes.append(Change(Old(number, False), None, parts))
             return
         same_class = class_of(copy) is type(node)
         names = [k for k in after if k != _compat.STATE]
@@ -318,6 +327,7 @@ class _Writer:
             contents = {k: kept.get(k) or self._part(v) for k, v in after.items() if k != _compat.STATE}
         if same_class and ordered and not moved and len(after) == len(begun):
             return
+        self._anew += [(places[id(node), k], contents[k]) for k in moved if (id(node), k) in places]
         changes.append(Change(Old(number, False), None if same_class else class_of(copy), contents))
 
     # ------------------------------------------------------------ values
@@ -445,3 +455,12 @@ def has_objects(part: Any) -> bool:
     if isinstance(part, (Tree, Group)):
         return any(map(has_objects, part.parts))
     return isinstance(part, (Old, New, Passed, Leaf))
+
+
+def arrays_of(part: Any) -> Iterator[Out]:
+    """Return the outputs that a part of a record is made of, in order."""
+    if isinstance(part, Out):
+        yield part
+    elif isinstance(part, (Tree, Group)):
+        for inner in part.parts:
+            yield from arrays_of(inner)

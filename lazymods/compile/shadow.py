@@ -41,7 +41,7 @@ from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import held_by
 
 _WRITE = (
-    "f without lm.jit, if it depends on what no program can see (time, files, random numbers of Python); "
+    "f(x)  # without lm.jit, if it depends on what no program can see (time, files, random numbers of Python); "
     "else report it as a fault of lazymods, with f"
 )
 

@@ -26,6 +26,7 @@ from lazymods.compile.arguments import Arguments, Splitter, is_whole
 from lazymods.compile.binding import Binding
 from lazymods.compile.call_plan import CallPlan
 from lazymods.compile.dot import dot
+from lazymods.compile.placement import spec_of
 from lazymods.compile.program import Program
 from lazymods.compile.replay import EffectsReplay
 
@@ -141,8 +142,7 @@ class Traced(_Stage):
         super().__init__(jax.tree.map(lambda value: _info(value, donated), given))
         self.out_info = out_info
         self._target = _Target(function, program, call.key)
-        jitted, arranged = program.arranged(leaves)
-        self._traced = jitted.trace(*arranged)
+        self._traced = program.trace(leaves)
         if program.donated:
             self.jaxpr: Any = jax.make_jaxpr(lambda leaves: program.tape(jax.tree.leaves(leaves)))(leaves)
         else:
@@ -289,7 +289,7 @@ class _Target:
             if call.key not in self._keys:
                 raise _other_structure(self._function.name)
             plan, record = CallPlan(self._program, call), self._program.record
-            outputs = compiled(*self._program.arranged(plan.leaves(list(call.values)))[1])
+            outputs = compiled(*self._program.arranged(plan.leaves(list(call.values))))
             if self._program.calls_python:
                 tracing.waited(outputs)
             out = self._function.replay(record, outputs, call, plan)
@@ -308,7 +308,7 @@ def _other_structure(name: str) -> ArgumentError:
             name,
             "arguments, or models that it reaches, of another structure than those that it was lowered for",
             "the same: classes, attributes, static values and sharing, as they are when this call begins",
-            "lower(...).compile() anew with these, or call the function itself, which does so when it has to",
+            "lm.lower(f, model, x).compile()  # with these; or call the function itself, which does so when it has to",
         )
     )
 
@@ -328,8 +328,7 @@ def shape_of(value: Any) -> Any:
         return with_inputs(value, jax.tree.map(shape_of, input_of(value)))
     if kind_of(value) is not TokenKind.ARRAY:
         return value
-    aval = jax.typeof(value)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    return spec_of(jax.typeof(value))
 
 
 def _shapes(program: Program, call: Binding) -> Any:

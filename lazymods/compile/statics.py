@@ -34,6 +34,6 @@ def refuse_result(value: Any, why: str) -> LazyError:
             "a result of the compiled function, or what it stored",
             f"a {type(value).__name__}: {why}",
             "arrays, numbers, texts, nnx objects and containers of those: what each call can return anew",
-            "list(...) around an iterator; for a function, return the arrays that it closes over",
+            "return list(iterator)  # for a function: the arrays that it closes over",
         )
     )

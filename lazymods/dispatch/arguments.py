@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
+from lazymods import _compat
 from lazymods._errors import describe
 from lazymods.dispatch.refusals import RegistrationError, refused, show
 
@@ -52,6 +54,13 @@ def with_others(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.value if _is_kept(leaf) else leaf, tree, is_leaf=_is_kept)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reference:
+    """Stands for a mutable array, or for its tracer, which are equal to themselves alone."""
+
+    value: Any
+
+
 class Slot(NamedTuple):
     """Stands for an operand, by its number."""
 
@@ -67,7 +76,7 @@ class Layout(NamedTuple):
 
     Attributes:
         tree: The structure of ``(args, kwargs)``.
-        leaves: Its leaves, with a :class:`Slot` for each array.
+        leaves: Its leaves, with a :class:`Slot` for each array and a :class:`Reference` for each mutable one.
         kinds: What else tells leaves apart: ``1`` and ``True`` are equal, as ``0.0`` and ``-0.0`` are.
     """
 
@@ -78,7 +87,12 @@ class Layout(NamedTuple):
     def filled(self, operands: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put operands in their slots, and return ``(args, kwargs)``."""
         leaves = [operands[leaf.number] if isinstance(leaf, Slot) else leaf for leaf in self.leaves]
+        leaves = [leaf.value if isinstance(leaf, Reference) else leaf for leaf in leaves]
         return jax.tree.unflatten(self.tree, leaves)
+
+    def has_references(self) -> bool:
+        """Whether a mutable array is among the arguments."""
+        return any(isinstance(leaf, Reference) for leaf in self.leaves)
 
 
 def split(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Layout]:
@@ -108,7 +122,7 @@ def split(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[lis
             kept.append(Slot(len(operands)))
             operands.append(leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf))
         else:
-            kept.append(leaf)
+            kept.append(Reference(leaf) if isinstance(leaf, (Tracer, *_compat.REFERENCES)) else leaf)
     return operands, Layout(tree, tuple(kept), tuple(map(_kind, kept)))
 
 

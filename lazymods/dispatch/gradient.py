@@ -9,6 +9,7 @@ transpose, such as a call of a library, has no forward mode, and says so.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from lazymods import _compat
 from lazymods._errors import LazyError
 from lazymods.dispatch.places import is_auto_mesh
 from lazymods.dispatch.refusals import NoKernelError, no_forward_mode
@@ -72,6 +74,7 @@ class _Mapped:
     inner: Any
     axes: tuple[int | None, ...]
     size: int
+    options: tuple[tuple[str, Any], ...]  # of that vmap
 
     @property
     def name(self) -> str:
@@ -82,7 +85,7 @@ class _Mapped:
 
     def pull(self, saved: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         axes = (list(self.axes), [0] * len(cotangents))
-        return jax.vmap(self.inner.pull, in_axes=axes, axis_size=self.size)(list(saved), list(cotangents))
+        return jax.vmap(self.inner.pull, in_axes=axes, **dict(self.options))(list(saved), list(cotangents))
 
 
 def with_derivative(
@@ -104,10 +107,9 @@ def with_derivative(
     Returns:
         ``run``, differentiated by the others.
     """
+    _map_tangents()
     if not is_auto_mesh():  # where an array's type says how it is sharded, JAX's own rule keeps that, in reverse mode
-        reverse = jax.custom_vjp(run)
-        reverse.defvjp(forward, lambda saved, cotangent: tuple(backward(saved, cotangent)))
-        return reverse
+        return _in_reverse(run, forward, backward)
     function = jax.custom_jvp(lambda *operands: _mapped_together(run(*operands), operands))
 
     @function.defjvp
@@ -130,6 +132,28 @@ def with_derivative(
         return out, jax.tree.unflatten(output, moved)
 
     return function
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Types:
+    """The types of operands, as a part of what is saved."""
+
+    types: tuple[Any, ...]
+
+
+def _in_reverse(run: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    def saving(*operands: Any) -> tuple[Any, Any]:
+        out, saved = forward(*operands)
+        return out, (saved, _Types(tuple(map(jax.typeof, operands))))
+
+    def back(saved: tuple[Any, _Types], cotangent: Any) -> tuple[Any, ...]:
+        found = zip(backward(saved[0], cotangent), saved[1].types, strict=True)
+        return tuple(None if g is None else _compat.named_axes.typed_as(g, aval) for g, aval in found)
+
+    reverse = jax.custom_vjp(run)
+    reverse.defvjp(saving, back)
+    return reverse
 
 
 def _push_through(pullback: Pullback, saved: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
@@ -232,10 +256,10 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, count: int, pullbac
     return jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
-def _batch(inputs: Sequence[Any], dims: Sequence[int | None], *, count: int, pullback: Any) -> Any:
-    size = next(x.shape[d] for x, d in zip(inputs, dims, strict=True) if d is not None)
+def _batch(options: Any, inputs: Any, dims: Sequence[int | None], *, count: int, pullback: Any) -> Any:
+    size = dict(options)["axis_size"]
     tangents = _mapped(inputs[count:], dims[count:], size)
-    mapped = _Mapped(pullback, tuple(dims[:count]), size)
+    mapped = _Mapped(pullback, tuple(dims[:count]), size, options)
     out = _push.bind(*inputs[:count], *tangents, count=count, pullback=mapped)
     return out, [0] * len(out)
 
@@ -244,5 +268,9 @@ _push.def_impl(_run)
 _push.def_abstract_eval(_abstract)
 ad.primitive_jvps[_push] = _jvp
 ad.primitive_transposes[_push] = _transpose
-batching.primitive_batchers[_push] = _batch
 mlir.register_lowering(_push, mlir.lower_fun(_run, multiple_results=True))
+
+
+@functools.cache  # when a pair is used first
+def _map_tangents() -> None:
+    _compat.named_axes.map_by(_push, _batch)

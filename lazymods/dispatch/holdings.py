@@ -6,7 +6,6 @@ ones. The function of a pair may hold no value that is being traced: no gradient
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lazymods._objects.reached import MISSING, in_cell
+from lazymods._objects.reached import global_names, is_library, parts_of, parts_of_callable
+from lazymods._objects.tokens import TokenKind, kind_of
 
 _DEPTH = 8
-_LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "optax", "lazymods")
 
 
 def held(kernels: Iterable[Any]) -> Iterator[Any]:
@@ -28,36 +27,25 @@ def held(kernels: Iterable[Any]) -> Iterator[Any]:
 
 
 def _held(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
+    kind = kind_of(value)
     if isinstance(value, jax.Array):
         yield value
-        return
-    if isinstance(value, (nnx.Pytree, nnx.Variable)):
+    elif kind in (TokenKind.NODE, TokenKind.VARIABLE):
         yield value
-        yield from (leaf for leaf in jax.tree.leaves(nnx.state(value) if isinstance(value, nnx.Pytree) else value))
-        return
-    if id(value) in seen or depth == 0 or isinstance(value, (type, types.ModuleType)):
-        return
-    seen.add(id(value))
-    for part in _parts(value):
-        yield from _held(part, seen, depth - 1)
+        yield from jax.tree.leaves(nnx.state(value) if kind is TokenKind.NODE else value)
+    elif id(value) not in seen and depth > 0:
+        seen.add(id(value))
+        for part in _parts(value, kind):
+            yield from _held(part, seen, depth - 1)
 
 
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, types.FunctionType):
-        if (value.__module__ or "").partition(".")[0] in _LIBRARIES:
-            return []
-        cells = [held for held in map(in_cell, value.__closure__ or ()) if held is not MISSING]
-        names = [value.__globals__[n] for n in value.__code__.co_names if n in value.__globals__]
-        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *names]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    if isinstance(value, dict):
-        return list(value.values())
-    if type(value).__module__.partition(".")[0] in _LIBRARIES:
-        return [getattr(value, "__wrapped__", None)]
-    return list(getattr(value, "__dict__", {}).values())
-
+def _parts(value: Any, kind: TokenKind) -> Iterator[Any]:
+    if kind is TokenKind.SET:
+        yield from value
+    elif kind is not TokenKind.ATOM:
+        yield from parts_of(value, kind)
+    elif callable(value):
+        yield from parts_of_callable(value)
+        if isinstance(value, types.FunctionType) and not is_library(value.__module__):
+            names = set(global_names(value.__code__)) & value.__globals__.keys()
+            yield from (value.__globals__[name] for name in names)

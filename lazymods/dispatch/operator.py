@@ -12,8 +12,9 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
+from lazymods import _compat
 from lazymods.dispatch import table
-from lazymods.dispatch.arguments import split
+from lazymods.dispatch.arguments import Layout, split
 from lazymods.dispatch.call import Call, slots
 from lazymods.dispatch.holdings import held
 from lazymods.dispatch.keys import EXPLICIT, IMPLICIT, KEYS, is_pair
@@ -179,10 +180,18 @@ class Operator:
         self._traced = True
         if not call.kernels.keys().isdisjoint(("Lazy", "AutogradLazy")) and in_lazy_block():
             return on_platform(call, "Lazy")(*operands)
-        if not holding and call.meta is not None and is_auto_mesh():
+        if not holding and call.meta is not None and is_auto_mesh() and not _belongs_here(layout):
             leaves = shaped(_Compiled(self.__name__, call), operands, call.meta.leaves())
             return jax.tree.unflatten(jax.tree.structure(call.meta.shapes), leaves)
         return _compiled(self.__name__, call)(*operands)
+
+
+def _belongs_here(layout: Layout) -> bool:
+    """Whether kernels are to be traced at once, with the call: the axes that they may name are there only now.
+
+    Nor can be put off what they do to a mutable array: it is a part of the program around.
+    """
+    return layout.has_references() or _compat.named_axes.are_there()
 
 
 def _refuse_held(call: Call, holding: Sequence[Any], compiled: bool) -> None:
@@ -214,7 +223,7 @@ class _Compiled(Program):
     """A call as a program; see :mod:`lazymods.dispatch.primitives`."""
 
     def __init__(self, name: str, call: Call, axes: tuple[Any, ...] = ()) -> None:
-        self._name, self._call, self._axes = name, call, axes
+        self.name, self._name, self._call, self._axes = call.name, name, call, axes
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Compiled) and (self._call, self._axes) == (other._call, other._axes)

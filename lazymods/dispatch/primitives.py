@@ -15,15 +15,17 @@ from typing import Any, Protocol
 
 import jax
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from lazymods.dispatch.keys import PLATFORMS
-from lazymods.dispatch.refusals import NoKernelError, Refusal
+from lazymods.dispatch.refusals import NoKernelError, Refusal, ordered_effect
 
 
 class Program(Hashable, Protocol):
     """A function of operands, equal to those that compute the same."""
+
+    name: str  # the operator's
 
     def __call__(self, *operands: Any) -> list[Any]:
         """Return the leaves of the output."""
@@ -118,8 +120,24 @@ def _batch(operands: Sequence[Any], dims: Sequence[int | None], *, program: Prog
     return shaped(program.mapped(axes, size), operands, found), [0] * len(found)
 
 
+def _lower_shaped(ctx: Any, *operands: Any, program: Program, avals: Any) -> Any:
+    """Trace the kernels and lower them, where what they do besides may be done in any order.
+
+    Raises:
+        RegistrationError: If they do things in order (``io_callback(ordered=True)``): the program around has been
+            made, without a token for that.
+    """
+    traced = jax.make_jaxpr(program)(*ctx.avals_in)
+    try:
+        return mlir.lower_fun(jaxpr_as_fun(traced))(ctx, *operands)
+    except KeyError as error:
+        if error.args[0] not in traced.effects:
+            raise
+        raise ordered_effect(program.name, error.args[0]) from error
+
+
 _shaped.def_impl(_run)
 _shaped.def_abstract_eval(_abstract)
 ad.primitive_jvps[_shaped] = _jvp
 batching.primitive_batchers[_shaped] = _batch
-mlir.register_lowering(_shaped, mlir.lower_fun(_run, multiple_results=True))
+mlir.register_lowering(_shaped, _lower_shaped)

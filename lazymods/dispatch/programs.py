@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
+from lazymods import _compat
 from lazymods._errors import one_line
 from lazymods.dispatch.call import Call, Output, Plan
 from lazymods.dispatch.gradient import with_derivative
@@ -249,6 +250,9 @@ class Anywhere:
                 like = self._call.operands if auto else saved
                 found = self._gradients(plan, state, given, tree)
                 full = [jnp.zeros_like(like[i]) if found[i] is None else found[i] for i in wanted]
+                if not auto:  # the branches of a choice have one type
+                    types = [jax.typeof(like[i]) for i in wanted]
+                    full = list(map(_compat.named_axes.typed_as, full, types))
                 return refuse(full, state.why) if isinstance(state, _Refused) else full
 
             return run

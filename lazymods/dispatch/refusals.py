@@ -87,6 +87,16 @@ def no_forward_mode(name: str, error: Exception) -> Problem:
     )
 
 
+def ordered_effect(name: str, effect: Any) -> RegistrationError:
+    """Return the error for a kernel that does something in order, where it is traced after the program around."""
+    return refused(
+        name,
+        f"a kernel with an ordered effect ({type(effect).__name__}) beside a Meta kernel, in a compiled program",
+        "no order: with a Meta kernel, the kernels are traced when the program around them has been made",
+        "io_callback(..., ordered=False) or jax.debug.print(..., ordered=False); or the operator without a Meta kernel",
+    )
+
+
 def different(name: str, key: str, got: Any, other: str, needed: Any) -> RegistrationError:
     """Return the error for a kernel that gives another structure, shape or dtype than another one."""
     return refused(

@@ -76,6 +76,8 @@ class CheckedSession(Session):
         if tracing.is_for_now(primitive):
             return super().note(primitive, inputs, params)
         kind = kind_of(primitive, tuple(map(tracing.aval_of, inputs)), params, tracing.settings())
+        if kind.for_now:  # it is executed in the block as well
+            return super().note(primitive, inputs, params)
         plain = None if kind.effects else self._executed(primitive, inputs, params)
         made = super().note(primitive, inputs, params)
         for number, tensor in enumerate(made if plain is not None else ()):

@@ -31,6 +31,7 @@ from lazymods.nn.normalization import LazyWeightNorm as LazyWeightNorm
 from lazymods.nn.recurrent import LazyGRUCell as LazyGRUCell
 from lazymods.nn.recurrent import LazyLSTMCell as LazyLSTMCell
 from lazymods.nn.recurrent import LazyOptimizedLSTMCell as LazyOptimizedLSTMCell
+from lazymods.nn.recurrent import LazyResetAfterGRUCell as LazyResetAfterGRUCell
 from lazymods.nn.recurrent import LazySimpleCell as LazySimpleCell
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "LazyMultiHeadAttention",
     "LazyOptimizedLSTMCell",
     "LazyRMSNorm",
+    "LazyResetAfterGRUCell",
     "LazySimpleCell",
     "LazySpectralNorm",
     "LazyWeightNorm",

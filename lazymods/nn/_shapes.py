@@ -22,7 +22,7 @@ def size_at(x: Any, axis: int, *, least: int = 1) -> int:
     if rank < max(least, axis + 1 if axis >= 0 else -axis):
         raise NotInferableError(
             f"an array of at least {max(least, abs(axis))} axes, whose axis {axis} holds the features",
-            "layer(x) with x of shape (batch, ..., features)",
+            "layer(x)  # with x of shape (batch, ..., features)",
         )
     return x.shape[axis]
 

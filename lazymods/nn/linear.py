@@ -10,6 +10,7 @@ from flax import nnx
 from lazymods._layer.class_spec import LazyClassSpec
 from lazymods._layer.factory import make
 from lazymods._layer.sizing import NotInferableError
+from lazymods._refusals import wrong_argument
 from lazymods.nn._shapes import Config, axes_over, check_divides, check_rank, last_axis, rank_of, size_at
 
 # ---------------------------------------------------------------- Linear
@@ -103,7 +104,9 @@ LazyLinearGeneral = make(
 def _einsum_letters(config: Config) -> tuple[str, str]:
     left = config["einsum_str"].replace(" ", "").split("->")[0].split(",")
     if len(left) != 2:
-        raise ValueError(f"einsum_str has two operands, the input and the kernel, got {config['einsum_str']!r}")
+        needed = "einsum_str has two operands, the input and the kernel"
+        write = 'lm.LazyEinsum("...a,ab->...b", sizes={"b": 4}, rngs=rngs)'
+        raise wrong_argument("LazyEinsum", config["einsum_str"], needed, write)
     return left[0], left[1]
 
 
@@ -210,7 +213,8 @@ def _conv_prepare(name: str, rank: int) -> Callable[[dict[str, Any]], dict[str, 
         if isinstance(size, int):
             return config | {"kernel_size": (size,) * rank}
         if len(tuple(size)) != rank:
-            raise ValueError(f"{name}: kernel_size has {rank} entries, got {size}")
+            needed = f"kernel_size has {rank} entries"
+            raise wrong_argument(name, size, needed, f"lm.{name}(out_features, {(3,) * rank}, rngs=rngs)")
         return config
 
     return prepare

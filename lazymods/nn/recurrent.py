@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from lazymods._gru_cell import ResetAfterGRUCell
 from lazymods._layer.class_spec import LazyClassSpec
 from lazymods._layer.factory import make
 from lazymods.nn._shapes import Config, last_axis
@@ -22,14 +23,15 @@ def _initialize_carry(config: Config, input_shape: Any, *_: Any, **__: Any) -> t
 
 def _make(cls: type) -> Any:
     name = f"Lazy{cls.__name__}"
-    doc = f"""A recurrent cell without ``in_features``; becomes ``nnx.{cls.__name__}``.
+    becomes = f"nnx.{cls.__name__}" if hasattr(nnx, cls.__name__) else f"lm.{cls.__name__}"
+    doc = f"""A recurrent cell without ``in_features``; becomes ``{becomes}``.
 
     Inferred: ``in_features``, the last axis of the input ``(batch, in_features)`` of the first call, or of the
     shape that ``initialize_carry`` gets, which ``nnx.RNN`` calls first.
 
     Args:
         hidden_features: The number of hidden features.
-        **options: Those of ``nnx.{cls.__name__}``, by keyword.
+        **options: Those of ``{becomes}``, by keyword.
         rngs: The random streams.
 
     Raises:
@@ -43,3 +45,4 @@ LazySimpleCell = _make(nnx.SimpleCell)
 LazyLSTMCell = _make(nnx.LSTMCell)
 LazyOptimizedLSTMCell = _make(nnx.OptimizedLSTMCell)
 LazyGRUCell = _make(nnx.GRUCell)
+LazyResetAfterGRUCell = _make(ResetAfterGRUCell)

@@ -128,10 +128,16 @@ class Split(ArrayRule):
         """Put the parts together.
 
         Raises:
-            Unfit: If the model lacks one.
+            Unfit: If the model lacks one, or has one of another size than the file now.
         """
         check_whole(values, self.into)
-        return [_joined(values, axis_of(self.axis, inputs[0]), self.groups)]
+        axis, whole = axis_of(self.axis, inputs[0]), inputs[0].shape
+        ratio = self.ratio or (1,) * len(values)
+        unit = whole[axis] // sum(ratio)
+        if any(value.shape != _with_length(whole, axis, n * unit) for value, n in zip(values, ratio, strict=True)):
+            got = f"parts of the shapes {', '.join(str(value.shape) for value in values)}"
+            raise Unfit(got, f"parts of one of shape {whole}, as the file has")
+        return [_joined(values, axis, self.groups)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from lazymods import _graph
 from lazymods._error_lists import cause_of, collapsed
 from lazymods._errors import describe
 from lazymods._initial.keys import is_key
-from lazymods._layer import lifecycle
+from lazymods._layer import lifecycle, stacks
 from lazymods.state import modes
 from lazymods.state.beside import Beside
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
@@ -127,7 +127,7 @@ def load(
     """
     _check_options(layout, flatten, dtype, mode)
     ignored, may_miss = _patterns("ignore", ignore), _patterns("missing", missing)
-    with lifecycle.LOCK:
+    with lifecycle.LOCK, stacks.apart(abstract=True):
         survey = Survey(model)
 
         def read(file: Checkpoint) -> tuple[Checkpoint, Prepared, str, dict[str, Any], Collection[str], Beside]:

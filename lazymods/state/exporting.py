@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from lazymods._errors import Problem, StateDictError
+from lazymods._layer import stacks
 from lazymods.state.files.stored import Array
 from lazymods.state.layouts import with_sizes, written
 from lazymods.state.layouts.exporting import second, without_layers
@@ -62,21 +63,29 @@ def export_torch(
         if way is None:
             raise TypeError(f"like is the result of lm.load, got {type(like).__name__} of something else")
         flatten = way.flatten if flatten is None else flatten
-    problems: list[Problem] = []
-    out: dict[str, Any] = {}
-    if way is not None:
-        out = as_loaded(model, way, flatten, problems)
-    else:
-        found, problems = with_sizes(list(sites(model)), flatten)
-        made = written(model, found)
-        problems += made.problems
-        sequential = [site.prefix for site in found if isinstance(site.node, nnx.Sequential)]
-        for name, value in made.entries.items():
-            name = without_layers(name, sequential)
-            if name in out:
-                problems.append(second(name))
-            out[name] = value
+    with stacks.apart():
+        out, problems = _exported(model, way, flatten)
     if problems:
         raise StateDictError(*problems, heading=f"PyTorch cannot hold {type(model).__name__}")
     # torch.from_numpy takes neither reversed nor read-only arrays in silence
     return {name: np.array(value, order="C") for name, value in out.items()}
+
+
+def _exported(
+    model: nnx.Module, way: WayBack | None, flatten: Mapping[str, Sequence[int]] | None
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the arrays, and what PyTorch cannot hold."""
+    problems: list[Problem] = []
+    if way is not None:
+        return as_loaded(model, way, flatten, problems), problems
+    found, problems = with_sizes(list(sites(model)), flatten)
+    made = written(model, found)
+    problems += made.problems
+    sequential = [site.prefix for site in found if isinstance(site.node, nnx.Sequential)]
+    out: dict[str, Any] = {}
+    for name, value in made.entries.items():
+        name = without_layers(name, sequential)
+        if name in out:
+            problems.append(second(name))
+        out[name] = value
+    return out, problems

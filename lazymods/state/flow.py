@@ -115,6 +115,7 @@ class Flow:
         dropped: What was left out.
         unused: Parts of the rename that fit no name.
         problems: What a rule cannot do.
+        rename_given: Whether there is a rename.
     """
 
     entries: list[Entry]
@@ -123,6 +124,7 @@ class Flow:
     dropped: list[Dropped] = dataclasses.field(default_factory=list)
     unused: list[str] = dataclasses.field(default_factory=list)
     problems: list[Problem] = dataclasses.field(default_factory=list)
+    rename_given: bool = False
 
     def by_name(self) -> dict[str, Entry]:
         """Return the entries by name, and note those that meet."""
@@ -158,7 +160,8 @@ class Flow:
                 kept.append(entry)
             else:
                 got = f"for {entry.name!r} it gave {new!r}"
-                raise TypeError(f"rename gives a name, or None to leave an entry out; {got}")
+                other = "; lm.rules.Copy gives an entry a second name" if isinstance(new, (tuple, list)) else ""
+                raise TypeError(f"rename gives a name, or None to leave an entry out; {got}{other}")
         changed += len(self.entries) - len(kept)
         self.entries = kept
         return changed
@@ -277,6 +280,7 @@ def transformed(stored: Mapping[str, Any], rename: Rename | None, first: Sequenc
         flow.apply(rule)
     if rename is None:
         return flow
+    flow.rename_given = True
     if isinstance(rename, Mapping):
         flow.unused += [f"{name!r}: {new!r}" for name, new in rename.items() if name not in stored]
         flow.rename(lambda name: rename.get(name, name), lambda name: f"{name!r}: None")

@@ -19,8 +19,8 @@ from lazymods._errors import (
     describe,
     located,
 )
-from lazymods._graph import MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
-from lazymods._layer import first_call, held, lifecycle, param_dtypes, structure
+from lazymods._graph import LOCAL, MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
+from lazymods._layer import first_call, held, lifecycle, param_dtypes, stacks, structure
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
 from lazymods._layer.drawing import note_draws
@@ -160,11 +160,18 @@ def load_entries(
     if mismatched not in ("error", "skip"):
         raise ValueError(f'mismatched is "error" or "skip", got {mismatched!r}')
     origin = origin or Origin()
+    if LOCAL.apart is None:
+        with stacks.apart(abstract=True):
+            return load_entries(
+                model, entries, strict=strict, mismatched=mismatched, dtype=dtype, origin=origin, survey=survey
+            )
     with lifecycle.LOCK:
         survey = survey or Survey(model)
-        given = first_given = dict(entries)
+        given = dict(entries)
+        found = origin.sources
         if survey.hooked:
-            given = _run_pre_hooks(survey, given, strict)
+            before, given = given, _run_pre_hooks(survey, dict(given), strict)
+            found = _found_by_hooks(before, given, origin)
             survey = Survey(model)  # a hook may do anything
         entries = decoded(given, survey.places)
         plan = make_plan(survey, entries, skip=mismatched == "skip", dtype=dtype)
@@ -177,39 +184,42 @@ def load_entries(
                 given = {n: _read(v) if n in survey.places else v for n, v in given.items()}
                 entries = decoded(given, survey.places)
                 plan = make_plan(survey, entries, skip=mismatched == "skip", dtype=dtype, fitted=fitted)
+            matched = {name: found.get(name, (name,)) for name in plan.writes}
             unexpected = [name for name in plan.unexpected if name not in origin.ignored]
-            result = LoadResult(plan.missing, unexpected, plan.mismatched, _matched(plan, origin, first_given))
+            result = LoadResult(plan.missing, unexpected, plan.mismatched, matched)
             after = [n for _, n in survey.hooked if hooks_of(n, "load_state_dict_post")]
             _raise_problems(plan, result, origin, strict=strict and not after)
             snapshot = snapshot or Snapshot(model)
             snapshot.keep(w.current for w in plan.writes.values() if is_buffer(w.current))
             with _compat.at_trace(home_trace(model)):  # what is written must outlive the current trace
                 _write(plan, origin)
-            if dtype is not None:
-                param_dtypes.follow([node for _, node in _graph.nodes(model)])
+                if dtype is not None:
+                    param_dtypes.follow([node for _, node in _graph.nodes(model)])
+                LOCAL.apart.put_together()
             for node in reversed(after):  # children before parents
                 run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
             if origin.warn is not None:
                 origin.warn(result)
         except BaseException:
+            LOCAL.apart.restore()
             if snapshot is not None:
                 snapshot.restore()
             raise
     return result
 
 
-def _matched(plan: LoadPlan, origin: Origin, given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return where each value comes from; what a hook has made comes from no entry that is known."""
+def _found_by_hooks(
+    before: Mapping[str, Any], given: Mapping[str, Any], origin: Origin
+) -> Mapping[str, tuple[str, ...]]:
+    """Return the names in the file of what hooks have left, moved or made; what they have made has none."""
     if not origin.sources:
-        return {name: (name,) for name in plan.writes}
-    by_value = {id(value): name for name, value in given.items()}
+        return {}
+    by_value = {id(value): name for name, value in before.items()}
     out = {}
-    for name in plan.writes:
-        value = plan.given.get(name)
-        same = name if given.get(name) is value else by_value.get(id(value), "")
-        is_made = same == "" and name in given and given[name] is not value
-        out[name] = () if is_made else origin.sources.get(same or name, ())
+    for name, value in given.items():
+        old = name if before.get(name) is value else by_value.get(id(value))
+        out[name] = () if old is None else origin.sources.get(old, (old,))
     return out
 
 

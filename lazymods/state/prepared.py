@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lazymods._errors import StateDictError
+from lazymods._graph import dotted
 from lazymods.state import names
 from lazymods.state.array_parts import Copy
 from lazymods.state.entries import Survey
@@ -99,6 +100,11 @@ def _laid(
     given: Mapping[str, Entry],
     flow: Flow,
 ) -> Prepared:
+    if layout == "torch" and flow.rename_given:
+        from lazymods.state.layouts.lora import name_as_laid
+
+        nodes = {dotted(path): node for path, node in survey.nodes}
+        given = {name_as_laid(name, entry.sources, nodes.get): entry for name, entry in given.items()}
     spelled = names.matched(survey, {name: e.tensor for name, e in given.items()}, leaves=layout == "flax")
     final = {new: given[name] for new, name in spelled.items()}
     entries = {new: entry.tensor for new, entry in final.items()}

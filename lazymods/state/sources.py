@@ -21,7 +21,7 @@ from jax.core import Tracer
 from lazymods._errors import Problem, StateDictError, describe
 from lazymods._initial.keys import is_key
 from lazymods.state.files.opening import read_checkpoint
-from lazymods.state.files.stored import IN_MEMORY, Checkpoint, StoredTensor
+from lazymods.state.files.stored import IN_MEMORY, Checkpoint, StoredTensor, dtype_named
 from lazymods.state.opened import OpenCheckpoint
 from lazymods.state.values import as_array, is_deleted
 
@@ -41,10 +41,9 @@ def read_source(
 
     Raises:
         TypeError: If it is none of these.
-        StateDictError: If a value is no array, or has no numbers that could be laid anew.
         Exception: What opening the file raises, or ``read``.
     """
-    if isinstance(source, (str, os.PathLike)):
+    if isinstance(source, (str, bytes, os.PathLike)):
         return read_checkpoint(source, read, variant=variant)
     if variant is not None:
         raise TypeError(f"variant names files of a folder, and the source is {describe(source)}")
@@ -66,10 +65,7 @@ def _in_memory(source: Any, *, as_stored: bool) -> Checkpoint:
     path = Path(title)
     ties = _ties(torch, named) if torch is not None else ()
     if as_stored:
-        problems: list[Problem] = []
-        named = {name: _stored(name, value, path, problems) for name, value in named.items()}
-        if problems:
-            raise StateDictError(*problems, heading=f"{title} can't be laid anew")
+        named = {name: _stored(name, value, path) for name, value in named.items()}
     return Checkpoint(path, IN_MEMORY, named, ties=ties)
 
 
@@ -92,27 +88,35 @@ def _flattened(prefix: str, mapping: Mapping[Any, Any], above: tuple[int, ...]) 
         yield from below
 
 
-def _stored(name: str, value: Any, path: Path, problems: list[Problem]) -> Any:
+def _stored(name: str, value: Any, path: Path) -> Any:
     """Return an array of the memory as if it were in a file; what is no array at all stays as it is."""
     if isinstance(value, nnx.Variable):
         value = value.get_raw_value()
-    if isinstance(value, Tracer):
-        got, needed = describe(value), "a value: it is laid anew by numpy, outside of any transform"
-        problems.append(Problem(name, got, needed, "lm.load before the transform, or lm.load_state_dict in it"))
-        return value
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return value
+    if isinstance(value, Tracer):
+        needed = "a value: it is laid anew by numpy, outside of any transform"
+        line = "lm.load before the transform, or lm.load_state_dict in it"
+        problem = Problem(name, describe(value), needed, line)
+        return StoredTensor(name, tuple(value.shape), np.dtype(value.dtype), path, partial(_refuse, problem, path))
     if isinstance(value, jax.Array):
         if is_key(value) or is_deleted(value):
             return value  # the load says what is wrong with it, or takes it
         return StoredTensor(name, tuple(value.shape), np.dtype(value.dtype), path, partial(np.asarray, value))
     array = as_array(value)
-    if array is None:
-        got = f"{describe(value)}, which has no array of numbers in memory"
-        problems.append(Problem(name, got, "an array of numbers", f"an array for {name!r}"))
+    if array is not None:
+        array = np.asarray(array)
+        return StoredTensor(name, array.shape, array.dtype, path, lambda: array)
+    dtype = dtype_named(str(value.dtype).removeprefix("torch."))
+    if dtype is None or isinstance(value, np.ndarray):
         return value
-    array = np.asarray(array)
-    return StoredTensor(name, array.shape, array.dtype, path, lambda: array)
+    got = f"{describe(value)}, which has no array of numbers in memory"  # it matters if it is asked for
+    problem = Problem(name, got, "an array of numbers", f"an array for {name!r}")
+    return StoredTensor(name, tuple(value.shape), dtype, path, partial(_refuse, problem, path))
+
+
+def _refuse(problem: Problem, path: Path) -> Any:
+    raise StateDictError(problem, heading=f"{path} can't be laid anew")
 
 
 def _ties(torch: Any, named: Mapping[str, Any]) -> Collection[Sequence[str]]:

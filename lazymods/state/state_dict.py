@@ -13,6 +13,7 @@ from lazymods import _graph
 from lazymods._errors import Problem, StateDictError
 from lazymods._graph import hooks_of, run_hooks
 from lazymods._initial.keys import is_key
+from lazymods._layer import stacks
 from lazymods.state.entries import IMPL, check_is_model, named_places, prefix_of
 from lazymods.state.values import is_deleted
 
@@ -41,6 +42,11 @@ def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = Fal
         ['0.kernel', '0.bias']
     """
     check_is_model(model)
+    with stacks.apart():
+        return _state_dict(model, include_rng)
+
+
+def _state_dict(model: Any, include_rng: bool) -> dict[str, Any]:
     hooked = [(p, n) for p, n in _graph.nodes(model) if hooks_of(n)]
     for path, node in hooked:
         run_hooks(node, "state_dict_pre", prefix_of(path), True)

@@ -18,6 +18,7 @@ from jax.core import Tracer
 
 from lazymods import _compat, _graph
 from lazymods._errors import CheckpointError, LazyError, Problem, UninitializedError, describe
+from lazymods._layer import stacks
 from lazymods._layer.placeholder import SIZE_LINE
 from lazymods._memory import ALIGNMENT
 from lazymods.state import plain
@@ -82,8 +83,9 @@ def save(
     _refuse_lazy(model)
     if include_rng is None:
         include_rng = is_training_state(model)
-    _refuse_without_values(model, target, include_rng=include_rng)
-    values, aliases, problems = _collect(model, target, include_rng=include_rng)
+    with stacks.apart():
+        _refuse_without_values(model, target, include_rng=include_rng)
+        values, aliases, problems = _collect(model, target, include_rng=include_rng)
     problems += [p for name, value in values.items() if (p := _format_problem(target, name, value)) is not None]
     if problems:
         raise CheckpointError(*problems)

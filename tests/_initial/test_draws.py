@@ -267,7 +267,7 @@ def test_an_explicit_layer_that_has_the_key_of_another_is_refused(way: str) -> N
         "  got:    sizes at which it draws 2 keys from the stream 'default' of its rngs, after others drew from it as "
         "if it had drawn 3",
         "  needed: the keys that each would get after the explicit layer; what has its value keeps the key that it got",
-        "  write:  rngs=rngs.fork() for this layer, or lm.materialize(model, x) before anything else draws",
+        "  write:  lm.materialize(model, x)  # before anything else draws; or rngs=rngs.fork()  # for this layer",
     ]
     jax.tree.map(np.testing.assert_array_equal, before[:2], (values(rngs), values(model.fc)))
     assert lm.uninitialized_paths(model) == before[2]

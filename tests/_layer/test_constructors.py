@@ -203,11 +203,49 @@ def test_a_load_that_is_refused_leaves_the_layer_as_it_was(name: str) -> None:
     assert_same(model, explicit(name))
 
 
-def test_what_the_caller_gave_is_not_inferred() -> None:
-    layer = lm.lazy(Default, infer=n)(n=3, rngs=nnx.Rngs(0))
-    with pytest.raises(lm.ShapeInferenceError, match=r"infer returned the arguments \['n'\]"):
-        layer(jnp.ones((2, 3)))
-    assert lm.is_lazy(layer)
+GIVEN: dict[str, Callable[[Any], Any]] = {
+    "call": lambda layer: layer(jnp.ones((2, 3))),
+    "materialize": lambda layer: lm.materialize(layer, jnp.ones((2, 3))),
+    "lm.jit": lambda layer: lm.jit(lambda m, x: m(x))(layer, jnp.ones((2, 3))),
+    "load": lambda layer: lm.load_state_dict(layer, lm.state_dict(Sizes(3, 5, rngs=nnx.Rngs(1)))),
+}
+
+
+class Sizes(nnx.Module):
+    """Two sizes, of which one has a default."""
+
+    def __init__(self, n: int, m: int = 4, *, rngs: nnx.Rngs) -> None:
+        self.n, self.m = n, m
+        self.w = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (n, m)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.w[...]
+
+
+@pytest.mark.parametrize("how", GIVEN)
+def test_what_the_caller_gave_is_not_inferred(how: str) -> None:
+    lazy = lm.lazy(Sizes, infer=lambda config, x: {"n": x.shape[-1], "m": 7})
+    for given, sizes in (({}, (3, 7)), ({"m": 5}, (3, 5)), ({"n": 3, "m": 5}, (3, 5)), ({"m": 4}, (3, 4))):
+        if how == "load" and sizes[1] != 5:
+            continue
+        layer = lazy(**given, rngs=nnx.Rngs(0))
+        GIVEN[how](layer)
+        want = Sizes(*sizes, rngs=nnx.Rngs(0))
+        if how == "load":
+            lm.load_state_dict(want, lm.state_dict(Sizes(3, 5, rngs=nnx.Rngs(1))))
+        assert_same(layer, want)
+        assert (layer.n, layer.m) == sizes
+
+
+def test_a_size_that_the_caller_gave_and_the_input_lacks_is_told_as_by_the_class() -> None:
+    layer = lm.lazy(Default, infer=n)(n=4, rngs=nnx.Rngs(0))
+    want = Default(4, rngs=nnx.Rngs(0))
+    for model in (want, layer):
+        with pytest.raises((TypeError, ValueError), match="shape"):
+            model(jnp.ones((2, 3)))
+    assert lm.is_lazy(layer)  # its first call has failed
+    layer(jnp.ones((2, 4)))
+    assert_same(layer, want)
 
 
 def test_a_default_that_infer_does_not_name_stays() -> None:

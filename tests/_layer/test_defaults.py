@@ -124,7 +124,7 @@ def test_a_shape_by_hand_that_does_not_tell_the_sizes_is_refused() -> None:
         "fc.kernel of LazyDefault",
         "  got:    shape (5, 2)",
         "  needed: sizes of Default that follow from this shape alone; it makes (3, 2) with n=3, m=2",
-        "  write:  model(x), or lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype)), first",
+        "  write:  lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # or model(x), first",
     ]
     layer(jnp.ones((2, 5)))
     assert_same_model(layer, Default(5, rngs=nnx.Rngs(0)))

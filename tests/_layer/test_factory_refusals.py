@@ -119,10 +119,8 @@ def test_the_cause_of_an_error_in_infer_is_kept() -> None:
 
 
 def test_an_infer_of_other_arguments_than_the_call() -> None:
-    layer = lazy_plain(lambda config, x, y: {"n": x.shape[-1]})
-    with pytest.raises(lm.ShapeInferenceError, match="missing 1 required positional argument: 'y'"):
-        layer(X)
-    assert_still_lazy(layer)
+    with pytest.raises(lm.ConfigurationError, match=r"infer\(config, x, y\)\n.*Plain.__call__ requires x"):
+        lazy_plain(lambda config, x, y: {"n": x.shape[-1]})
 
 
 # ---------------------------------------------------------------- arguments
@@ -131,7 +129,7 @@ def test_an_infer_of_other_arguments_than_the_call() -> None:
 @pytest.mark.parametrize("cls", [int, "Linear", None, Plain(2, rngs=nnx.Rngs(0)), lambda: 0, nnx.Pytree],
                          ids=["int", "text", "none", "instance", "function", "pytree"])
 def test_not_a_module_class(cls: Any) -> None:
-    with pytest.raises(TypeError, match=r"lazy takes an nnx\.Module class, got "):
+    with pytest.raises(TypeError, match=r"lazy takes an nnx\.Module class"):
         lm.lazy(cls, infer=width)
 
 
@@ -329,7 +327,7 @@ def test_a_symbolic_feature_axis_is_refused(use: Callable[..., Any], axis: Any) 
         "fc1 (LazyLinear)",
         f"  got:    f32[b,{axis}]: in_features={axis}, a symbolic size",
         "  needed: a concrete feature axis: parameters need their sizes, only batch axes may be symbolic",
-        "  write:  an input whose feature axis is an int",
+        "  write:  layer(x)  # with an input whose feature axis is an int",
     ]
     assert lm.uninitialized_paths(model) == ["fc1.kernel", "fc1.bias", "fc2.kernel", "fc2.bias"]
     model(array(2, 8))

@@ -216,7 +216,7 @@ def test_a_constructor_that_sets_its_rngs_is_refused(does: Callable[[nnx.Rngs], 
         "Sets",
         "  got:    a constructor that sets the key or the counter of its rngs",
         "  needed: keys that it draws: what comes after it goes on with the stream from there",
-        "  write:  rngs = nnx.clone(rngs) in the constructor, before they are set",
+        "  write:  rngs = nnx.clone(rngs)  # in the constructor, before they are set",
     ]
     assert rngs.params.count[...] == 0
 
@@ -240,7 +240,7 @@ def test_rngs_that_are_held_at_some_sizes_only_are_refused(way: str) -> None:
         "held.0 of LazySometimes",
         "  got:    rngs, held at these sizes only",
         "  needed: the rngs themselves at all sizes, or at none: while the sizes are not known nothing keeps them",
-        "  write:  self.held.0 = rngs.fork(), in the constructor",
+        "  write:  self.held.0 = rngs.fork()  # in the constructor",
     ]
     assert lm.is_lazy(model) and not hasattr(model, "held")
     model(jnp.ones((2, 6)))

@@ -112,7 +112,7 @@ def test_a_layer_used_at_two_widths(find: Callable[..., Any]) -> None:
         "block.fc (LazyLinear)",
         "  got:    f32[2,4] (in_features=4) after f32[2,3] (in_features=3)",
         "  needed: the same sizes at every call: its parameters have one shape",
-        "  write:  a layer of its own for each width",
+        "  write:  self.other = lm.LazyLinear(features, rngs=rngs)  # a layer of its own for each width",
     ]
     assert lm.uninitialized_paths(model) == ["block.fc.kernel", "block.fc.bias"]
     assert find(model, spec(2, 4)).output.shape == (2, 4)

@@ -174,7 +174,7 @@ def test_an_update_of_a_lazy_model_is_refused_and_changes_nothing() -> None:
         "LazyOptimizer",
         "  got:    an update while fc2.kernel, fc2.bias are uninitialized",
         "  needed: parameters with values, to make the optimizer's state from",
-        "  write:  lm.materialize(model, x) before; for a layer that the loss does not reach: call it once, remove "
+        "  write:  lm.materialize(model, x)  # before; a layer that the loss does not reach: call it once, remove "
         "it, or leave it out of wrt",
     ]
     assert type(optimizer) is lm.LazyOptimizer and int(optimizer.step[...]) == 0

@@ -275,7 +275,7 @@ def test_no_gradient_by_what_is_not_there(transform: Any, graph: bool) -> None:
         "kernel of LazyLinear",
         "  got:    nnx.grad (or nnx.value_and_grad) with respect to it, while it is an uninitialized parameter",
         "  needed: parameters to differentiate with respect to: none exist yet",
-        "  write:  lm.materialize(model, x) before, or model(x) once outside of the transform",
+        "  write:  lm.materialize(model, x)  # before the transform",
     ]
     assert lm.is_lazy(model.models)
 

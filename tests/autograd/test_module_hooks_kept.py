@@ -170,7 +170,7 @@ def test_another_shape_is_refused() -> None:
         "the hook wrong of Ours\n"
         "  got:    f32[1,3], returned by it\n"
         "  needed: (f32[2,3],), as the grad_input that it was given, or None to leave that as it is\n"
-        "  write:  return (new_gradient,): a tuple also for one, with the shape and the dtype of each"
+        "  write:  return (new_gradient,)  # a tuple also for one, with the shape and the dtype of each"
     )
     assert "needed: (f32[2,3],), as the grad_output" in failing(wrong, pre=True)
 

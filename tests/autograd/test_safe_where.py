@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import lazymods as lm
 
@@ -174,6 +175,131 @@ def test_a_mask_for_each_element_of_a_map() -> None:
     x = jnp.array([[0.0, 2.0], [4.0, 0.0], [0.0, 0.0]])
     got = jax.vmap(jax.grad(lambda x: safe_where(x > 0, jnp.log, x).sum()))(x)
     np.testing.assert_array_equal(got, [[0.0, 0.5], [0.25, 0.0], [0.0, 0.0]])
+
+
+# what is not finite at 0, and is at 2; its derivative by what it is multiplied with, at 2
+CLOSED_OVER: dict[str, tuple[Callable[[Any], Any], float]] = {
+    "log": (jnp.log, np.log(2.0)),
+    "reciprocal": (lambda a: 1 / a, 0.5),
+    "both": (lambda a: jnp.log(a) / a, np.log(2.0) / 2),
+}
+MAPS: dict[str, Callable[[Any], Any]] = {
+    "vmap": jax.vmap,
+    "jitted": lambda f: jax.vmap(jax.jit(f)),
+    "nested": lambda f: lambda x: jax.vmap(jax.vmap(f))(x[:, None])[:, 0],
+    "last axis": lambda f: lambda x: jax.vmap(jax.vmap(f, in_axes=-1, out_axes=-1))(x[:, None])[:, 0],
+    "checkpoint": lambda f: jax.vmap(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit, lm.jit], ids=["plain", "jit", "lm.jit"])
+@pytest.mark.parametrize("how", MAPS)
+@pytest.mark.parametrize("name", CLOSED_OVER)
+def test_a_scalar_mask_for_each_example_of_a_map(name: str, how: str, outer: Any) -> None:
+    fn, want = CLOSED_OVER[name]
+    x = jnp.array([0.0, 2.0, 0.0, 2.0])
+
+    def loss(w: Any, x: Any) -> Any:
+        return MAPS[how](lambda x: safe_where(x > 0, lambda a: w * fn(a), x))(x).sum()
+
+    gradient = outer(jax.grad(loss, (0, 1)))(3.0, x)
+    np.testing.assert_allclose(gradient[0], 2 * want, rtol=1e-6)
+    slope = jax.grad(lambda a: 3.0 * fn(a))(2.0)
+    np.testing.assert_allclose(gradient[1], [0.0, slope, 0.0, slope], rtol=1e-6)
+    assert outer(jax.jacfwd(loss))(3.0, x) == gradient[0]
+    assert outer(jax.hessian(loss))(3.0, x) == 0
+    with jax.debug_nans(True):
+        outer(jax.value_and_grad(loss))(3.0, x)
+
+
+def test_a_map_over_an_argument_and_one_over_the_mask() -> None:
+    x, mask = jnp.array([0.0, 2.0]), jnp.array([False, True])
+
+    def f(w: Any, mask: Any, x: Any) -> Any:
+        return safe_where(mask, lambda a: w * jnp.log(a), x)
+
+    by_mask = jax.vmap(f, (None, 0, None))(1.0, mask[None], x)
+    by_value = jax.vmap(f, (None, None, 0))(1.0, mask, x[None])
+    np.testing.assert_allclose(by_mask, [[0.0, np.log(2.0)]], rtol=1e-6)
+    np.testing.assert_array_equal(by_mask, by_value)
+    scalar = jax.grad(lambda w: jax.vmap(f, (None, 0, None))(w, mask, jnp.float32(2)).sum())(1.0)
+    np.testing.assert_allclose(scalar, np.log(2.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.complex64])
+@pytest.mark.parametrize("fn", [jnp.log, jnp.sqrt, lambda x: 1 / x, jnp.arctanh], ids=["log", "sqrt", "1/x", "arctanh"])
+def test_where_nothing_counts_what_is_closed_over_has_no_gradient(fn: Any, dtype: Any) -> None:
+    x = jnp.zeros(2, dtype)
+    one = jnp.ones((), dtype)
+    with jax.debug_nans(True):
+        gradient = jax.grad(lambda w: jnp.abs(safe_where(x != 0, lambda a: w * fn(a), x, fill=one)).sum())(one)
+    assert gradient.dtype == dtype and gradient == 0
+
+
+def test_where_no_integer_counts() -> None:
+    n = jnp.zeros(2, jnp.int32)
+    assert jax.grad(lambda w: safe_where(n != 0, lambda n: w / n.astype(w.dtype), n).sum())(1.0) == 0
+
+
+def test_a_module_may_change_in_the_function() -> None:
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    twin = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    x, mask = jnp.ones(8), jnp.arange(8) < 6
+
+    def loss(dropout: Any, x: Any) -> Any:
+        return safe_where(mask, dropout, x).sum()
+
+    for transform in (lambda f: f, nnx.jit, lm.jit):
+        got = transform(nnx.value_and_grad(loss, argnums=1))(dropout, x)
+        kept = twin(jnp.ones(8))
+        np.testing.assert_array_equal(got[1], jnp.where(mask, kept, 0))
+        assert got[0] == jnp.where(mask, kept, 0).sum()
+
+
+def four(where: str, got: str, write: str, needed: str = "an array or a number, as jnp.where takes them") -> str:
+    return f"lm.autograd.safe_where{where}\n  got:    {got}\n  needed: {needed}\n  write:  {write}"
+
+
+OPTION = "lambda x: fn(x, option), for what is an option of fn and no array"
+BROADCAST = "shapes that broadcast with each other: one element of each for one of the result"
+ROWS = "mask[:, None] for a mask of rows; arrays of another shape in a closure: lambda x: x @ w"
+KEY = jax.random.key(0)
+REFUSED: dict[str, tuple[Any, tuple[Any, ...], Any, str]] = {
+    "mask": ("x > 0", (1.0,), 0.0, four(": mask", "'x > 0'", "safe_where(x > 0, jnp.log, x)")),
+    "no mask": (None, (1.0,), 0.0, four(": mask", "None", "safe_where(x > 0, jnp.log, x)")),
+    "a key": (KEY, (1.0,), 0.0, four(": mask", "key<fry>[]", "safe_where(x > 0, jnp.log, x)")),
+    "argument": (True, (1.0, {"a": "text"}), 0.0, four(": argument [1]['a']", "'text'", OPTION)),
+    "an object": (True, (object(),), 0.0, four(": argument [0]", "object", OPTION)),
+    "fill": (True, (1.0,), None, four(": fill", "None", "fill=0.0")),
+    "a text": (True, (1.0,), "0", four(": fill", "'0'", "fill=0.0")),
+    "shapes": (
+        np.ones((3,), bool),
+        (np.ones((2, 4), np.float32), 1.0),
+        0.0,
+        four("", "a mask bool[3], arguments f32[2,4], and fill f32[]", ROWS, BROADCAST),
+    ),
+    "a wide fill": (
+        np.ones((3,), bool),
+        (1.0,),
+        np.ones(2, np.float32),
+        four("", "a mask bool[3], arguments without arrays, and fill f32[2]", ROWS, BROADCAST),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.grad], ids=["plain", "jit", "grad"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_jnp_where_does_not_take(name: str, wrap: Any) -> None:
+    mask, args, fill, text = REFUSED[name]
+    with pytest.raises(lm.ArgumentError) as error:
+        wrap(lambda w: safe_where(mask, lambda *args: w, *args, fill=fill))(1.0)
+    assert str(error.value) == text
+
+
+def test_all_that_is_wrong_is_told_at_once() -> None:
+    with pytest.raises(lm.ArgumentError) as error:
+        safe_where("m", jnp.log, "x", fill="f")
+    assert str(error.value).count("got:") == 3
 
 
 def test_what_does_not_work_element_by_element_is_refused() -> None:

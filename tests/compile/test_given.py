@@ -196,7 +196,7 @@ def test_a_container_in_two_places_is_not_written_to() -> None:
         "argument 0\n"
         "  got:    a container in several places, and a function that writes to it in one of them\n"
         "  needed: one place: a compiled function has a container for each, and sees a write in one only\n"
-        "  write:  the container once, or a copy of it in all other places"
+        "  write:  copy.copy(container)  # in all places but one"
     )
     assert d == {"x": 1.0}
     model: Any = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
@@ -222,7 +222,7 @@ def test_a_write_to_another_pytree_is_refused() -> None:
         "argument 0\n"
         "  got:    a function that writes to a Loop among its arguments\n"
         "  needed: a write to a dict, a list or an nnx object: of another pytree the function has a copy\n"
-        "  write:  the new object as a result of the function"
+        "  write:  return new  # the new object as a result of the function"
     )
     assert float(loop.count) == 1
 

@@ -82,7 +82,8 @@ def test_another_structure_is_refused_and_nothing_changes() -> None:
         "test_another_structure_is_refused_and_nothing_changes.<locals>.<lambda>\n"
         "  got:    arguments, or models that it reaches, of another structure than those that it was lowered for\n"
         "  needed: the same: classes, attributes, static values and sharing, as they are when this call begins\n"
-        "  write:  lower(...).compile() anew with these, or call the function itself, which does so when it has to"
+        "  write:  lm.lower(f, model, x).compile()  # with these; or call the function itself, "
+        "which does so when it has to"
     )
     assert_same_values(values(model), before)
     model.train()

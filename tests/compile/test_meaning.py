@@ -95,7 +95,7 @@ def test_a_model_that_is_hidden_is_an_error_not_a_constant() -> None:
         "  got:    f32[3,4], read from a model that the function finds in a way of its own\n"
         "  needed: models as arguments, or in closures, globals, defaults, attributes and containers of those: a model "
         "that lm.jit does not see would be a constant of the program\n"
-        "  write:  lm.jit(lambda model, ...: ...), with the model as an argument"
+        "  write:  lm.jit(lambda model, x: model(x))  # with the model as an argument"
     )
 
 

@@ -222,8 +222,8 @@ def test_too_many_paths():
         "  got:    values that would make path 3 of its Python code\n"
         "  needed: at most max_paths=2 paths: each is compiled by itself, and more of them mostly means that Python "
         "decides on a number or loops until a value is reached\n"
-        "  write:  jax.lax.cond or jax.lax.switch for a decision, jax.lax.while_loop or jax.lax.fori_loop for a loop; "
-        "or lm.jit(..., max_paths=...)"
+        "  write:  jax.lax.cond(pred, then, otherwise, x)  # a loop: jax.lax.while_loop or jax.lax.fori_loop; "
+        "or more paths: lm.jit(f, max_paths=...)"
     )
     assert len(paths) == 2
     assert [call(jnp.int32(k)).item() for k in (4, 3)] == [8, 6]
@@ -246,7 +246,7 @@ def test_function_that_changes_between_runs():
         "the function\n"
         "  got:    other operations before decision 1 than when it was recorded first\n"
         "  needed: the same operations in every run: its Python may decide on values, on nothing that changes outside\n"
-        "  write:  what changes as an argument of the function"
+        "  write:  f(x, changing)  # what changes, as an argument"
     )
 
 

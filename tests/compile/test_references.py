@@ -292,7 +292,7 @@ def test_cached_partial_refuses_what_would_be_done_to_a_clone_only() -> None:
         "test_cached_partial_refuses_what_would_be_done_to_a_clone_only.<locals>.<lambda>\n"
         "  got:    a function that changes the structure of what nnx.cached_partial holds: BatchNorm\n"
         "  needed: a function that changes values of Variables: the rest would be done to a clone, not to the model\n"
-        "  write:  lm.jit(f) alone, without nnx.cached_partial: it is as fast"
+        "  write:  lm.jit(f)  # alone, without nnx.cached_partial: it is as fast"
     )
     assert model.mean[...].tolist() == [0, 0] and not hasattr(model, "more")
 
@@ -306,7 +306,7 @@ def test_cached_partial_refuses_a_lazy_model() -> None:
         "test_cached_partial_refuses_a_lazy_model.<locals>.<lambda>\n"
         "  got:    a lazy model in nnx.cached_partial\n"
         "  needed: a model that is initialized: a call would initialize the clone, and the model would stay lazy\n"
-        "  write:  lm.materialize(model, ...) before nnx.cached_partial(f, model), or lm.jit(f) alone, which is as fast"
+        "  write:  lm.jit(f)  # alone, as fast as with nnx.cached_partial; or lm.materialize(model, x) before that"
     )
     assert lm.is_lazy(model)
 

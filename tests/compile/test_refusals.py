@@ -147,7 +147,7 @@ def test_a_dict_that_jax_can_not_take_apart() -> None:
             f"{where}\n"
             "  got:    a dict: Comparator raised exception while sorting pytree dictionary keys.\n"
             "  needed: a pytree that JAX can take apart\n"
-            "  write:  keys of one type, or nodes that flatten"
+            "  write:  {str(k): v for k, v in d.items()}  # keys of one type, or nodes that flatten"
         )
 
 
@@ -180,5 +180,5 @@ def test_what_can_not_be_called_is_refused_at_once(decorate: Callable[[Any], Any
             f"{where}\n"
             f"  got:    {got}\n"
             "  needed: what can be called: a function, a method, or a module with a __call__\n"
-            "  write:  the function itself, and not what it returned; options by their names"
+            "  write:  lm.jit(f)  # the function itself, and not what it returned; options by their names"
         )

@@ -259,8 +259,8 @@ def test_the_message_has_four_parts() -> None:
         "output['loss'] (f)\n"
         "  got:    f32[] 2.0, in the compiled run\n"
         "  needed: 1.0, as in plain Python\n"
-        "  write:  f without lm.jit, if it depends on what no program can see (time, files, random numbers of Python); "
-        "else report it as a fault of lazymods, with f"
+        "  write:  f(x)  # without lm.jit, if it depends on what no program can see (time, files, random numbers of "
+        "Python); else report it as a fault of lazymods, with f"
     )
 
 

@@ -1,4 +1,4 @@
-"""What a compiled function can reach and change, line by line of the README's tables, in every form of a function.
+"""What a compiled function can reach and change, by the tables of docs/compiling.md, in every form of a function.
 
 Each row is a small program. It is run in plain Python and with its function compiled, and after each step everything is
 compared: results, values, types, metadata, the order of attributes and items, and what is shared.

@@ -79,7 +79,7 @@ def row(name: str, family: str, sizes: dict[str, Any], args: tuple[Any, ...], /,
         only_lazy: tuple[str, ...] = (), kwargs: Any = None, **options: Any) -> Row:
     """A row whose two spellings differ by the sizes alone."""
     flags = {k: options.pop(k) for k in ("main", "mutates", "has_entries", "sized_by_file") if k in options}
-    lazy_cls, cls = getattr(lm, f"Lazy{twin or family}"), getattr(nnx, family)
+    lazy_cls, cls = getattr(lm, f"Lazy{twin or family}"), getattr(nnx, family, None) or getattr(lm, family)
     both = {k: v for k, v in options.items() if k not in only_lazy}
     return Row(
         name,
@@ -297,12 +297,16 @@ CELLS = [
     row("gru-cell", "GRUCell", three, one_carry, hidden_features=4, main=True),
     row("gru-cell-options", "GRUCell", three, one_carry, hidden_features=4, gate_fn=jax.nn.hard_sigmoid,
         kernel_init=he, bias_init=normal, kernel_metadata={"role": "k"}),
+    row("reset-after-gru-cell", "ResetAfterGRUCell", three, one_carry, hidden_features=4, main=True),
+    row("reset-after-gru-cell-options", "ResetAfterGRUCell", three, one_carry, hidden_features=4,
+        activation_fn=jax.nn.relu, param_dtype=bf16, recurrent_kernel_init=he, dtype=jnp.float32, bias_init=normal,
+        bias_metadata={"role": "b"}),
 ]
 
 
 def rnn(name: str, cell: str, *, main: bool = False, **options: Any) -> Row:
     """A cell inside nnx.RNN, which draws from a stream for the carry at every call."""
-    lazy_cls, cls = getattr(lm, f"Lazy{cell}"), getattr(nnx, cell)
+    lazy_cls, cls = getattr(lm, f"Lazy{cell}"), getattr(nnx, cell, None) or getattr(lm, cell)
     return Row(
         name,
         "RNN",
@@ -319,6 +323,7 @@ RNNS = [
     rnn("rnn-lstm", "LSTMCell", return_carry=True),
     rnn("rnn-optimized-lstm", "OptimizedLSTMCell", unroll=2),
     rnn("rnn-gru", "GRUCell", main=True),
+    rnn("rnn-reset-after-gru", "ResetAfterGRUCell", reverse=True, keep_order=True),
     Row(
         "bidirectional",
         "Bidirectional",

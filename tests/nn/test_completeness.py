@@ -106,5 +106,5 @@ def test_table_has_every_lazy_layer() -> None:
 def test_table_has_a_main_row_for_every_family() -> None:
     families = {row.family for row in TABLE}
     assert {row.family for row in TABLE if row.main} == families
-    assert families == set(flax_modules()) - set(WITHOUT_INPUT_SIZE) | {"RNN", "Bidirectional"}
+    assert families == set(flax_modules()) - set(WITHOUT_INPUT_SIZE) | {"RNN", "Bidirectional", "ResetAfterGRUCell"}
     assert len({row.name for row in TABLE}) == len(TABLE)

@@ -53,7 +53,8 @@ def stub(module: str) -> str:
 
 def _class(cls: Any) -> str:
     parameters = list(inspect.signature(cls).parameters.values())
-    lines = [f"class {cls.__name__}(LazyModuleMixin, nnx.{cls.cls_to_become.__name__}):"]
+    becomes = cls.cls_to_become.__name__
+    lines = [f"class {cls.__name__}(LazyModuleMixin, {f'nnx.{becomes}' if hasattr(nnx, becomes) else becomes}):"]
     lines += [f"    {line}".rstrip() for line in _doc(cls, parameters)]
     lines += ["", "    def __init__(", "        self,"]
     star = False
@@ -93,7 +94,7 @@ def _annotations(cls: type) -> dict[str, tuple[ast.expr, dict[str, Any]]]:
     """By argument of a constructor, its annotation in the source, and the names that this may use."""
     found: dict[str, tuple[ast.expr, dict[str, Any]]] = {}
     for base in cls.__mro__:
-        if "__init__" in vars(base) and base.__module__.startswith("flax"):
+        if "__init__" in vars(base) and base.__module__.startswith(("flax", "lazymods._gru_cell")):
             function = vars(base)["__init__"]
             tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
             assert isinstance(tree, ast.FunctionDef)
@@ -157,7 +158,8 @@ def _imports(body: str) -> str:
     typed = used & set(vars(flax.typing)) - ABSTRACT - {"Any", "jax"}
     of_python = [_from("collections.abc", used & ABSTRACT), _from("typing", used & {"Any"})]
     of_others = ["import jax" if "jax" in used else "", "from flax import nnx", _from("flax.nnx", used & {"filterlib"})]
-    own = ["from lazymods._layer.mixin import LazyModuleMixin"]
+    own = [_from("lazymods._gru_cell", used & {"ResetAfterGRUCell"})]
+    own += ["from lazymods._layer.mixin import LazyModuleMixin"]
     groups = (of_python, [*of_others, _from("flax.typing", typed)], own)
     return "\n\n".join("\n".join(filter(None, group)) for group in groups)
 

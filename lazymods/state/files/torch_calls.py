@@ -7,11 +7,12 @@ only the few functions are known that ``torch.save`` writes, and what they make 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from lazymods._initial.stacking import Shape
 from lazymods.state.files.stored import printable
+from lazymods.state.files.torch_objects import Opaque
 
 _MAX_LENGTH = 2**63 - 1
 
@@ -65,6 +66,12 @@ _REFUSED = {
 }
 _CONSTANT_NAME = re.compile(
     r"torch\.(?:u?int\d+|float\w*|bfloat16|complex\d+|bool|q\w+|bits\w+|per_(?:tensor|channel)\w+)"
+)
+_MAKES_TENSORS = re.compile(r"torch\.(_utils|_tensor|storage|_C)\..*|torch\.\w*(Storage|_tensor)")
+_TENSOR = re.compile(r"torch\.(\w+\.)?\w*Tensor")
+_HARMFUL = re.compile(
+    r"(io|_io|os|posix|nt|subprocess|sys|pty|socket|shutil|runpy|importlib|ctypes|code|pickle|marshal|webbrowser)\..*"
+    r"|builtins\.(eval|exec|open|compile|__import__|input|breakpoint|globals|setattr|delattr)"
 )
 _BUILTIN = {"__builtin__": "builtins"}  # as Python 2 named it, and as protocol 2 still does
 
@@ -140,54 +147,46 @@ class Refused(NamedTuple):
     what: str
 
 
-class Opaque(NamedTuple):
-    """Something else that is no tensor."""
-
-    what: str
-
-
-def find(module: str, name: str, allowed: Collection[str]) -> Global:
+def find(module: str, name: str) -> Global:
     """Return the stand-in of a class or function.
 
     Raises:
-        Malformed: If it is none of those that ``torch.save`` writes, and not allowed.
+        Malformed: If it makes tensors in a way that is not known, or is what only a harmful file has a use for.
     """
     full = f"{_BUILTIN.get(module, module)}.{name}"
-    known = full in _CALLS or full in STORAGES or full in _REFUSED or full in (PARAMETER, "torch.Tensor")
-    if not known and full not in allowed and not _CONSTANT_NAME.fullmatch(full):
+    known = full in _CALLS or full in STORAGES or full in _REFUSED or _CONSTANT_NAME.fullmatch(full)
+    if not known and (_MAKES_TENSORS.fullmatch(full) or _HARMFUL.fullmatch(full)):
         needed = "tensors and plain values: other names are not imported, and nothing is run"
         raise Malformed(f"the global {printable(full)}", needed)
     return Global(full)
 
 
-def made_by(name: str, arguments: tuple[Any, ...], allowed: Collection[str]) -> Any:
-    """Return what a call makes.
+def made_by(name: str, arguments: tuple[Any, ...]) -> Any:
+    """Return what a call makes: a description of a tensor or a plain value, or an inert stand-in.
 
     Raises:
-        Malformed: If it is a call that ``torch.save`` does not write.
-        ValueError: If its arguments are others.
+        Malformed: If a tensor does not lie in its storage, or has none.
+        ValueError: If its arguments are others than those that ``torch.save`` writes.
     """
     if name in _CALLS:
         return _CALLS[name](arguments)
-    if name in _REFUSED:
-        return Refused(_REFUSED[name])
-    if name in allowed:
-        return Opaque(name)
-    raise Malformed(f"a call of {printable(name)}", "tensors and plain values")
+    return Refused(_REFUSED[name]) if name in _REFUSED else _object(name)
 
 
-def new(name: str, arguments: tuple[Any, ...], allowed: Collection[str]) -> Any:
+def new(name: str, arguments: tuple[Any, ...]) -> Any:
     """Return an object of a class.
 
     Raises:
-        Malformed: If ``torch.save`` writes none of that class, and it is not allowed.
-        ValueError: If its arguments are others.
+        Malformed: If it is a tensor without a storage.
+        ValueError: If it is a parameter without a tensor.
     """
-    if name == PARAMETER:
-        return tensor_in(arguments)
-    if name in allowed:
-        return Opaque(name)
-    raise Malformed(f"an object of {printable(name)}", "tensors and plain values")
+    return tensor_in(arguments) if name == PARAMETER else _object(name)
+
+
+def _object(name: str) -> Opaque:
+    if _TENSOR.fullmatch(name):
+        raise Malformed(f"a {name} without a storage", "tensors as torch.save writes them")
+    return Opaque(name)
 
 
 def storage_of(identity: Any) -> tuple[Storage, Storage | None]:

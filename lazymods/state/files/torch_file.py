@@ -7,9 +7,8 @@ takes what is too short, and reads past its end. Values are views of the mapped 
 
 from __future__ import annotations
 
-import sys
 import tarfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,15 +52,15 @@ def open_torch(path: Path) -> Checkpoint:
     """Open a PyTorch file.
 
     Raises:
-        CheckpointError: If it is none, is damaged, holds anything but tensors and plain values, or holds a tensor of a
-            kind that has no array: sparse, quantized, nested, without values.
+        CheckpointError: If it is none, is damaged, has a use for functions that only harm, or holds a tensor of a kind
+            that has no array: sparse, quantized, nested, without values.
     """
     data = map_file(path)
     head = data[:512].tobytes()
     if head.startswith((archive.MAGIC, archive.EMPTY_MAGIC)):
         return open_archive(path, data, archive.read_directory(path, data))
     _refuse_other_files(path, head)
-    return _opened(path, data, _read_stream(path, data, _trusted_names()), lambda: None)
+    return _opened(path, data, _read_stream(path, data), lambda: None)
 
 
 def open_archive(path: Path, data: Array, directory: Mapping[str, archive.Entry]) -> Checkpoint:
@@ -79,7 +78,7 @@ def open_archive(path: Path, data: Array, directory: Mapping[str, archive.Entry]
     def check_sums() -> None:  # reads the directory anew: kept, it would be a third of what an opened file takes
         archive.check_sums(path, data, archive.read_directory(path, data).values())
 
-    return _opened(path, data, _read_archive(path, data, directory, _trusted_names()), check_sums)
+    return _opened(path, data, _read_archive(path, data, directory), check_sums)
 
 
 def _opened(path: Path, data: Array, found: _Contents, check_sums: Callable[[], None]) -> Checkpoint:
@@ -89,16 +88,6 @@ def _opened(path: Path, data: Array, found: _Contents, check_sums: Callable[[], 
         )
     named = torch_tensors.named(path, data, found.tree, found.places, is_swapped=found.is_swapped)
     return Checkpoint(path, "PyTorch", named.tensors, roots=named.roots, ties=named.ties, check_sums=check_sums)
-
-
-def _trusted_names() -> set[str]:
-    """Return the names of what the user has told PyTorch to trust; nested tensors have no array all the same."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return set()
-    pairs = [item if isinstance(item, tuple) else (item, "") for item in torch.serialization.get_safe_globals()]
-    names = {name or f"{item.__module__}.{item.__qualname__}" for item, name in pairs}
-    return {name for name in names if not name.startswith("torch.nested.")}
 
 
 # ---------------------------------------------------------------- zip archives
@@ -113,30 +102,26 @@ def _entries(path: Path, entries: Mapping[str, archive.Entry]) -> dict[str, arch
         key = name.removeprefix(f"{folder}/")
         if key == name:
             raise refuse(path, f"an entry outside the folder {printable(folder)}", "one folder", tensor=name)
-        if entry.compressed:
-            raise refuse(path, "a compressed entry", "entries as torch.save writes them, not compressed", tensor=name)
         inside[key] = entry
     if len({name.lower() for name in entries}) != len(entries):
         raise refuse(path, "entries whose names differ in their case only", "each name once")
-    if "constants.pkl" in inside:
-        raise refuse(
-            path, "a TorchScript archive, which holds a program", _NEEDED, write="torch.save(m.state_dict(), path)"
-        )
     if "data.pkl" not in inside:
         raise refuse(path, "a zip archive without a data.pkl", _NEEDED)
+    for key, entry in inside.items():  # the programs of TorchScript are compressed, and not read
+        if entry.compressed and (key in ("data.pkl", "byteorder") or key.startswith("data/")):
+            needed = "entries as torch.save writes them, not compressed"
+            raise refuse(path, "a compressed entry", needed, tensor=entry.name)
     return inside
 
 
-def _read_archive(
-    path: Path, data: Array, directory: Mapping[str, archive.Entry], trusted: Collection[str]
-) -> _Contents:
+def _read_archive(path: Path, data: Array, directory: Mapping[str, archive.Entry]) -> _Contents:
     entries = _entries(path, directory)
     pickle = entries["data.pkl"]
     order = entries.get("byteorder")
     order = b"little" if order is None else archive.read_entry(path, data, order).tobytes()
     if order not in (b"little", b"big"):
         raise refuse(path, "a byte order that is none", "little or big")
-    walked = _walk(path, data[pickle.begin : pickle.begin + pickle.size], 0, trusted)
+    walked = _walk(path, data[pickle.begin : pickle.begin + pickle.size], 0)
     places: dict[str, int] = {}
     for storage in walked.storages.values():
         record = entries.get(f"data/{storage.key}")
@@ -150,9 +135,9 @@ def _read_archive(
     return _Contents(walked.value, places, order == b"big")
 
 
-def _walk(path: Path, data: Array, begin: int, trusted: Collection[str]) -> torch_pickle.Pickle:
+def _walk(path: Path, data: Array, begin: int) -> torch_pickle.Pickle:
     try:
-        walked = torch_pickle.walk(data, begin, allowed=trusted)
+        walked = torch_pickle.walk(data, begin)
         torch_names.check_names(walked.value, walked.end - begin)
         return walked
     except Malformed as error:
@@ -184,13 +169,13 @@ def _is_tar(head: bytes) -> bool:
     return True
 
 
-def _read_stream(path: Path, data: Array, trusted: Collection[str]) -> _Contents:
+def _read_stream(path: Path, data: Array) -> _Contents:
     """Read an older file: a number, a version, the writer's system, the tree, the keys, then the storages by key."""
     position = 0
     for _ in range(3):
-        position = _walk(path, data, position, ()).end
-    walked = _walk(path, data, position, trusted)
-    keys = _walk(path, data, walked.end, ())
+        position = _walk(path, data, position).end
+    walked = _walk(path, data, position)
+    keys = _walk(path, data, walked.end)
     storages = {key: storage for key, storage in walked.storages.items() if storage.root is None}
     listed = keys.value
     if (

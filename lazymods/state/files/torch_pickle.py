@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import pickletools
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from lazymods._errors import one_line
 from lazymods.state.files import torch_calls
 from lazymods.state.files.stored import Array, printable
-from lazymods.state.files.torch_calls import Global, Malformed, Opaque, Refused, Storage
-
-MAX_DEPTH = 64
-"""How deep mappings may be nested."""
+from lazymods.state.files.torch_calls import Global, Malformed, Refused, Storage
+from lazymods.state.files.torch_objects import MAX_DEPTH as MAX_DEPTH
+from lazymods.state.files.torch_objects import Opaque, as_mappings
 
 MAX_LINE = 1000
 """The longest name of a module, class or function."""
@@ -44,24 +43,23 @@ class Pickle(NamedTuple):
     end: int
 
 
-def walk(data: Array, begin: int = 0, *, allowed: Collection[str] = ()) -> Pickle:
+def walk(data: Array, begin: int = 0) -> Pickle:
     """Follow a pickle.
 
     Args:
         data: The bytes that hold it.
         begin: Where it begins.
-        allowed: Names of classes that the user has told PyTorch to trust.
 
     Raises:
         Malformed: If it is damaged, or does something that ``torch.save`` does not write.
     """
-    machine = _Machine(data.data, begin, allowed)
+    machine = _Machine(data.data, begin)
     try:
         value, end = machine.run()
     except (IndexError, KeyError, ValueError, struct.error) as error:
         got = f"a damaged pickle ({printable(one_line(error)) or type(error).__name__})"
         raise Malformed(got, "what torch.save writes") from error
-    return Pickle(value, machine.storages, end)
+    return Pickle(as_mappings(value), machine.storages, end)
 
 
 def refused_tensors(tree: Any) -> Iterator[tuple[str, str]]:
@@ -95,8 +93,8 @@ class _Machine:
         storages: The storages that were declared, by key.
     """
 
-    def __init__(self, raw: Any, begin: int, allowed: Collection[str]) -> None:
-        self.raw, self.begin, self.allowed = raw, begin, allowed
+    def __init__(self, raw: Any, begin: int) -> None:
+        self.raw, self.begin = raw, begin
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -149,20 +147,25 @@ class _Machine:
 
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if not isinstance(target, dict) or len(items) % 2:
+        if not isinstance(target, (dict, Opaque)) or len(items) % 2:
             raise ValueError("items for what is no dict")
-        target.update(torch_calls.pairs(zip(items[::2], items[1::2], strict=True)))
+        if isinstance(target, Opaque):
+            target.items.update((k, v) for k, v in zip(items[::2], items[1::2], strict=True) if type(k) is str)
+        else:
+            target.update(torch_calls.pairs(zip(items[::2], items[1::2], strict=True)))
 
     def extend(self, items: list[Any]) -> None:
+        if isinstance(self.stack[-1], Opaque):
+            return
         if not isinstance(self.stack[-1], list):
             raise ValueError("items for what is no list")
         self.stack[-1].extend(items)
 
-    def called(self) -> tuple[str, tuple[Any, ...], Collection[str]]:
+    def called(self) -> tuple[str, tuple[Any, ...]]:
         arguments, function = self.stack.pop(), self.stack.pop()
-        if type(function) is not Global or type(arguments) is not tuple:
+        if type(function) not in (Global, Opaque) or type(arguments) is not tuple:
             raise ValueError("a call of what is no function")
-        return function.name, arguments, self.allowed
+        return function.name if type(function) is Global else function.what, arguments
 
     def register(self, storage: Storage) -> Storage:
         """Keep a storage; PyTorch takes the first of each key, so the others must be as long."""
@@ -248,7 +251,7 @@ def _protocol(machine: _Machine, at: int) -> int:
 def _global(machine: _Machine, at: int) -> int:
     module, at = machine.line_at(at)
     name, at = machine.line_at(at)
-    machine.stack.append(torch_calls.find(module, name, machine.allowed))
+    machine.stack.append(torch_calls.find(module, name))
     return at
 
 
@@ -275,12 +278,18 @@ def _set_item(machine: _Machine) -> None:
 def _build(machine: _Machine) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
     is_attributes = isinstance(target, dict) and isinstance(state, dict)  # a state dict's _metadata
-    if not is_attributes and not isinstance(target, Opaque):
+    if isinstance(target, Opaque):
+        target.state = state
+    elif not is_attributes:
         raise Malformed("the state of an object", "tensors and plain values")
 
 
 def _storage(machine: _Machine) -> None:
-    whole, part = torch_calls.storage_of(machine.stack.pop())
+    identity = machine.stack.pop()
+    if type(identity) is tuple and len(identity) == 4 and identity[0] == "module" and type(identity[1]) is Global:
+        machine.stack.append(identity[1])  # a class, and its source, as streams have it
+        return
+    whole, part = torch_calls.storage_of(identity)
     storage = machine.register(whole)
     machine.stack.append(storage if part is None else machine.register(part))
 

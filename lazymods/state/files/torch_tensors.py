@@ -22,6 +22,7 @@ from lazymods.state.files.stored import (
     small_dtype_named,
 )
 from lazymods.state.files.torch_calls import Tensor
+from lazymods.state.files.torch_objects import ModuleState, Opaque
 
 MAX_NAMES = 100_000_000
 """How many characters the names of all tensors may have together: nested mappings can share their parts."""
@@ -70,13 +71,13 @@ def named(path: Path, data: Array, tree: Any, places: Mapping[str, int], *, is_s
     names.add("", tree, 0)
     expanded = [t for t in names.found.values() if isinstance(t, StoredTensor)]
     check_unpacked(path, sum(t.nbytes for t in expanded), len(data))
-    is_flat = any(isinstance(value, Tensor) for value in tree.values())
+    is_flat = isinstance(tree, ModuleState) or any(isinstance(value, Tensor) for value in tree.values())
     roots = () if is_flat else tuple(str(key) for key, value in tree.items() if names.holds_tensors(value))
     return Named(names.found, roots, names.ties.values())
 
 
 def _called(value: Any) -> str:
-    return "tensor" if isinstance(value, Tensor) else type(value).__name__
+    return "tensor" if isinstance(value, Tensor) else value.what if isinstance(value, Opaque) else type(value).__name__
 
 
 class _Names:

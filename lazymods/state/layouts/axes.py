@@ -55,8 +55,12 @@ class Kernel(Layout):
     def to_flax(self, array: Array, site: Site) -> Array:
         """Permute and flip."""
         order, flipped = self.axes(site)
-        if array.ndim != len(order):
+        extra = array.ndim - len(order)
+        if extra < 0 or (extra and len(site.shape("kernel") or ()) != array.ndim):
             return array
+        if extra:  # stacked layers
+            order = (*range(extra), *(axis + extra for axis in order))
+            flipped = tuple(axis + extra for axis in flipped)
         if site.sizes is not None:
             array = channels_last(array, site.sizes)
         return (np.flip(array, flipped) if flipped else array).transpose(order)

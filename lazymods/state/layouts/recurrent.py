@@ -2,7 +2,8 @@
 
 PyTorch has a bias for the input and one for the hidden state, Flax one for both: the sum is loaded, and written back as
 the input's, with zeros for the other. The GRU's two biases of the candidate do not add up, since the reset gate lies
-between them; Flax has the input's only. Files without biases give zeros. The activations are the constructor's.
+between them; Flax has the input's only, ``lm.ResetAfterGRUCell`` both. Files without biases give zeros. The activations
+are the constructor's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from lazymods._gru_cell import ResetAfterGRUCell
 from lazymods.state.layouts.axes import check_rank
 from lazymods.state.layouts.computed import wide
 from lazymods.state.layouts.file import Part, TorchFile
@@ -39,7 +41,8 @@ class Cell(Rule):
     Args:
         inputs: The kernels of the input: one for all gates, or one a gate.
         hidden: Those of the hidden state.
-        biases: The biases.
+        biases: The biases, or those of the input.
+        hidden_biases: Those of the hidden state, if the cell has them apart.
         gates: How many gates there are.
         candidate: Whether the last gate's bias of the hidden state is inside a product, where Flax has none.
     """
@@ -51,6 +54,7 @@ class Cell(Rule):
         inputs: tuple[str, ...],
         hidden: tuple[str, ...],
         biases: tuple[str, ...],
+        hidden_biases: tuple[str, ...] = (),
         *,
         gates: int,
         candidate: bool = False,
@@ -58,6 +62,7 @@ class Cell(Rule):
         self.inputs: tuple[str, ...] = inputs
         self.hidden: tuple[str, ...] = hidden
         self.biases: tuple[str, ...] = biases
+        self.hidden_biases: tuple[str, ...] = hidden_biases
         self.gates: int = gates
         self.candidate: bool = candidate
         self.owns: frozenset[str] = frozenset(entry.partition(".")[0] for entry in (*inputs, *hidden, *biases))
@@ -70,9 +75,13 @@ class Cell(Rule):
         for entries, part in kernels:
             if part is not None:
                 self._cut(site, file, entries, part)
-        bias = self._bias(site, file, *biases) if any(biases) else _zeros(weight)
-        if bias is not None:
-            self._cut(site, file, self.biases, bias)
+        if not any(biases):
+            biases = _zeros(weight), _zeros(weight) if self.hidden_biases else None
+        if not self.hidden_biases:
+            biases = self._bias(site, file, *biases), None
+        for entries, part in zip((self.biases, self.hidden_biases), biases, strict=True):
+            if part is not None:
+                self._cut(site, file, entries, part)
         if weight is not None and site.get("residual"):
             name = site.torch_name("weight_ih")
             file.refuse(site, name, Refusal("weights of a PyTorch cell, for residual=True", *_NO_RESIDUAL))
@@ -109,20 +118,24 @@ class Cell(Rule):
         if site.get("residual"):
             raise Refusal("residual=True", *_NO_RESIDUAL)
         out: dict[str, Array] = {}
-        for torch, entries in (("weight_ih", self.inputs), ("weight_hh", self.hidden), ("bias_ih", self.biases)):
+        both = (("bias_ih", self.biases), ("bias_hh", self.hidden_biases))
+        for torch, entries in (("weight_ih", self.inputs), ("weight_hh", self.hidden), *both):
             values = [site.value(entry) for entry in entries]
             found = [value for value in values if value is not None]
             for value in found:
-                check_rank(value, 1 if torch == "bias_ih" else 2, site)
-            out[site.torch_name(torch)] = np.concatenate([value.T for value in found])
-        out[site.torch_name("bias_hh")] = np.zeros_like(out[site.torch_name("bias_ih")])
-        return out, [site.name(entry) for entry in (*self.inputs, *self.hidden, *self.biases)]
+                check_rank(value, 1 if torch.startswith("bias") else 2, site)
+            if found:
+                out[site.torch_name(torch)] = np.concatenate([value.T for value in found])
+        if not self.hidden_biases:
+            out[site.torch_name("bias_hh")] = np.zeros_like(out[site.torch_name("bias_ih")])
+        written = (*self.inputs, *self.hidden, *self.biases, *self.hidden_biases)
+        return out, [site.name(entry) for entry in written]
 
 
 _NO_RESIDUAL = ("residual=False: no cell of PyTorch adds the hidden state", "nnx.SimpleCell without residual=True")
 _NO_B_HN = (
     "zeros: it stands inside the product with the reset gate, where nnx.GRUCell has no bias",
-    "a GRU in PyTorch with bias=False or with b_hn held at zero, or a cell of your own that has the bias",
+    "lm.LazyResetAfterGRUCell, or lm.ResetAfterGRUCell, which has the bias",
 )
 
 
@@ -158,9 +171,9 @@ class BothWays(Rule):
     cannot: Sequence[Cannot] = (_MORE_LAYERS, _PROJECTED)
 
     def inside(self, site: Site, key: Any, child: Any) -> Site:
-        """Give both PyTorch's prefix, and the one that goes backward its suffix."""
+        """Give both PyTorch's prefix, and the one that goes backward its suffix; own cells keep their names."""
         suffix = {"forward_rnn": "", "backward_rnn": "_reverse"}.get(key)
-        if suffix is None or not isinstance(child, nnx.RNN):
+        if suffix is None or not isinstance(child, nnx.RNN) or not isinstance(child.cell, tuple(CELLS)):
             return site.below(child, key)
         return site.below(child, key, prefix=site.prefix, suffix=suffix)
 
@@ -178,6 +191,9 @@ CELLS: dict[type, Cell] = {
     ),
     nnx.OptimizedLSTMCell: Cell(("dense_i.kernel",), ("dense_h.kernel",), ("dense_h.bias",), gates=4),
     nnx.GRUCell: Cell(("dense_i.kernel",), ("dense_h.kernel",), ("dense_i.bias",), gates=3, candidate=True),
+    ResetAfterGRUCell: Cell(
+        ("dense_i.kernel",), ("dense_h.kernel",), ("dense_i.bias",), ("dense_h.bias",), gates=3
+    ),
     nnx.SimpleCell: Cell(("dense_i.kernel",), ("dense_h.kernel",), ("dense_i.bias",), gates=1),
 }
 RNN, BIDIRECTIONAL = Unrolled(), BothWays()

@@ -125,7 +125,7 @@ def test_lazy_models_are_refused_in_full_text(tmp_path: Path) -> None:
         "fc.kernel (UninitializedParameter)\n"
         "  got:    an uninitialized parameter, UninitializedParameter(shape=(?, 2), dtype=float32)\n"
         "  needed: a value: a file holds values only\n"
-        "  write:  model(x), or lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype)), first"
+        "  write:  lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # or model(x), first"
     )
 
 

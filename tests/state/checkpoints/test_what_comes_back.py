@@ -145,7 +145,8 @@ def test_a_name_that_a_format_has_not_is_refused(suffix: str, name: str, tmp_pat
 
 
 # Older releases of ml_dtypes lack one-bit integers.
-STRANGE_TO_ORBAX = [name for name in ("uint4", "uint2", "int1", "float8_e4m3", "float6_e2m3fn") if hasattr(ml_dtypes, name)]
+STRANGE = ("uint4", "uint2", "int1", "float8_e4m3", "float6_e2m3fn")
+STRANGE_TO_ORBAX = [name for name in STRANGE if hasattr(ml_dtypes, name)]
 
 
 @pytest.mark.parametrize("dtype", STRANGE_TO_ORBAX)

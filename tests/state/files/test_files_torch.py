@@ -7,7 +7,7 @@ import pickle
 import tarfile
 import zipfile
 from collections import Counter, OrderedDict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ml_dtypes
@@ -171,13 +171,87 @@ def test_tied_mappings_stand_under_both_names(tmp_path: Path) -> None:
     assert list(values(saved(tmp_path / "m.pt", {"a": shared, "b": shared}))) == ["a.x", "b.x"]
 
 
-def test_a_class_that_the_user_trusts(tmp_path: Path) -> None:
-    path = saved(tmp_path / "m.pt", {"state_dict": tensors(), "args": argparse.Namespace(lr=0.1)})
-    refusal(path, "the global argparse.Namespace")
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        got = values(path)
+class Settings(dict[str, Any]):
+    """A class of dicts, as configurations are."""
+
+
+FOREIGN = {
+    "a configuration": argparse.Namespace(lr=0.1),
+    "a version": torch.torch_version.TorchVersion("2.1"),
+    "a path": PurePosixPath("x"),
+    "a number of numpy's": np.float64(1),
+    "an array of numpy's": np.arange(3),
+    "a class": argparse.Namespace,
+    "a module": torch.nn.Linear(3, 4),
+    "a dict of a class": Settings(a=1),
+    "a function": argparse.ArgumentTypeError,
+}
+
+
+@both
+@pytest.mark.parametrize("what", FOREIGN)
+def test_objects_beside_the_tensors(tmp_path: Path, what: str, options: dict[str, Any]) -> None:
+    """They are inert: nothing is imported, and nothing is called."""
+    got = values(saved(tmp_path / "m.pt", {"state_dict": tensors(), "extra": FOREIGN[what]}, **options))
     assert_same({name: got[f"state_dict.{name}"] for name in GOOD}, GOOD)
-    assert got["args"] == Opaque("argparse.Namespace")
+    if what == "a configuration":
+        assert got["extra"] == Opaque("argparse.Namespace")
+
+
+class Net(torch.nn.Module):
+    """What a module can hold: modules in modules, ties, buffers of both kinds, tensors that are no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.ReLU())
+        self.lstm = torch.nn.LSTM(4, 5, 2, bidirectional=True)
+        self.tied, self.other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4, bias=False)
+        self.other.weight = self.tied.weight
+        self.small = torch.nn.Linear(2, 2).bfloat16()
+        self.scale = torch.nn.Parameter(torch.randn(3))
+        self.register_buffer("places", torch.arange(4))
+        self.register_parameter("nothing", None)
+
+    def forward(self, x):  # TorchScript takes what has no annotation for a tensor
+        return self.body(x)
+
+
+class Hiding(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+
+
+def assert_is_state_of(net: Any, got: dict[str, Any], prefix: str = "") -> None:
+    state = net.state_dict()
+    assert {name for name, value in got.items() if isinstance(value, np.ndarray)} == {prefix + name for name in state}
+    for name, value in state.items():
+        bits = value.view(torch.int16) if value.dtype == torch.bfloat16 else value
+        assert got[prefix + name].tobytes() == bits.contiguous().numpy().tobytes(), name
+
+
+@both
+@pytest.mark.parametrize("place", ["alone", "in a dict"])
+def test_a_whole_module(tmp_path: Path, place: str, options: dict[str, Any]) -> None:
+    net = Hiding()
+    alone = place == "alone"
+    path = saved(tmp_path / "m.pt", net if alone else {"net": net, "epoch": 3}, **options)
+    assert_is_state_of(net, values(path), "" if alone else "net.")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TorchScript is deprecated, and its files are there
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_torchscript(tmp_path: Path, how: str) -> None:
+    net = Net().eval()
+    made = torch.jit.script(net) if how == "script" else torch.jit.trace(net, torch.randn(1, 3, 5, 5))
+    made.save(tmp_path / "m.pt")
+    assert_is_state_of(net, values(tmp_path / "m.pt"))
+
+
+def test_a_module_that_holds_itself(tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 4)
+    net._modules["again"] = net  # its own state_dict() never ends
+    assert list(values(saved(tmp_path / "m.pt", net))) == ["weight", "bias"]
 
 
 def test_values_outlive_the_file(tmp_path: Path) -> None:
@@ -216,7 +290,6 @@ OTHERS = {
     "zip": (archive_of(a__readme=b"nothing"), "without a data.pkl"),
     "zip without a folder": (archive_of(data_pkl=pickle.dumps({}, 2)), "outside the folder"),
     "cut zip": (archive_of(a__data_pkl=pickle.dumps({}, 2))[:-9], "zip archive's directory"),
-    "TorchScript": (archive_of(a__data_pkl=pickle.dumps({}, 2), a__constants_pkl=b""), "TorchScript"),
     "pickle": (pickle.dumps({"a": 1}), "not run"),
     "joblib": (pickle.dumps({"a": 1}, 2), "not run"),
 }
@@ -301,10 +374,10 @@ def test_no_code_runs(tmp_path: Path, function: Any, place: str) -> None:
 
 def test_a_refusal_in_full(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
-    path.write_bytes(archive_of(a__data_pkl=pickle.dumps({"x": argparse.Namespace()}, 2)))
+    path.write_bytes(archive_of(a__data_pkl=pickle.dumps({"x": Touch(tmp_path, os.system)}, 2)))
     assert refusal(path) == (
         "m.pt\n"
-        "  got:    the global argparse.Namespace\n"
+        f"  got:    the global {os.system.__module__}.system\n"
         "  needed: tensors and plain values: other names are not imported, and nothing is run\n"
         "  write:  safetensors.torch.save_file(model.state_dict(), path), where the file comes from"
     )

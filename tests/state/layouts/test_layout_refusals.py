@@ -36,7 +36,7 @@ ROWS = [
 m.bias_hh_l0 (LazyGRUCell m.cell)
   got:    numbers other than 0 in its last third, the bias b_hn of shape (2,)
   needed: zeros: it stands inside the product with the reset gate, where nnx.GRUCell has no bias
-  write:  a GRU in PyTorch with bias=False or with b_hn held at zero, or a cell of your own that has the bias""",
+  write:  lm.LazyResetAfterGRUCell, or lm.ResetAfterGRUCell, which has the bias""",
     ),
     Row(
         "grouped transposed convolution",

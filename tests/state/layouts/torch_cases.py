@@ -177,6 +177,7 @@ def _recurrent(name: str, kind: str, cell: tuple[Any, Any], n_in: int, hidden: i
 
 _LSTM, _FAST = (lm.LazyLSTMCell, nnx.LSTMCell), (lm.LazyOptimizedLSTMCell, nnx.OptimizedLSTMCell)
 _GRU, _RNN = (lm.LazyGRUCell, nnx.GRUCell), (lm.LazySimpleCell, nnx.SimpleCell)
+_RESET_AFTER = (lm.LazyResetAfterGRUCell, lm.ResetAfterGRUCell)
 
 
 def _cell(name: str, kind: str, cell: tuple[Any, Any], n_in: int, hidden: int) -> Case:
@@ -202,6 +203,9 @@ RECURRENT = [
     _recurrent("gru square", "GRU", _GRU, 5, 5),
     _recurrent("gru both ways", "GRU", _GRU, 3, 4, both=True),
     _recurrent("gru no bias", "GRU", _GRU, 3, 4, bias=False),
+    _recurrent("gru with b_hn square", "GRU", _RESET_AFTER, 5, 5),
+    _recurrent("gru with b_hn both ways", "GRU", _RESET_AFTER, 3, 4, both=True),
+    _recurrent("gru with b_hn no bias", "GRU", _RESET_AFTER, 3, 4, bias=False),
     _recurrent("rnn square", "RNN", _RNN, 4, 4),
     _recurrent("rnn no bias", "RNN", _RNN, 3, 4, bias=False),
     _recurrent("rnn relu both ways", "RNN", _RNN, 3, 4, both=True, nonlinearity="relu",
@@ -209,6 +213,7 @@ RECURRENT = [
     _cell("lstm cell", "LSTMCell", _FAST, 4, 4),
     _cell("lstm cell gates apart", "LSTMCell", _LSTM, 3, 4),
     _cell("gru cell", "GRUCell", _GRU, 3, 4),
+    _cell("gru cell with b_hn", "GRUCell", _RESET_AFTER, 3, 4),
     _cell("rnn cell", "RNNCell", _RNN, 4, 4),
 ]  # fmt: skip
 

@@ -397,6 +397,19 @@ def test_adapters(tmp_path: Path, kind: str, config: dict[str, Any] | None, styl
             np.testing.assert_allclose(out[name], value, rtol=1e-6)
 
 
+@pytest.mark.parametrize("rank", [2, 4])
+def test_adapters_that_a_rename_gives_flax_s_names(rank: int) -> None:
+    """They lie as PEFT has them; where the rank is the width, nothing else would tell."""
+    first, second = weight(rank, 4), weight(4, rank)
+    pairs = [("lora_A.weight", "lora.lora_a"), ("lora_B.weight", "lora.lora_b"), ("base_layer.", "")]
+    arrays = {"q.lora_A.weight": first, "q.lora_B.weight": second, "q.base_layer.weight": weight()}
+    model = nnx.Dict(q=lm.LazyLoRALinear(4, lora_rank=rank, use_bias=False, rngs=R(0)))
+    result = load(model, arrays, rename=pairs)
+    np.testing.assert_array_equal(kernel(model, "q.lora.lora_a"), first.T)
+    np.testing.assert_array_equal(kernel(model, "q.lora.lora_b"), second.T)
+    assert set(lm.export_torch(model, like=result)) == set(arrays)
+
+
 def test_an_adapter_whose_configuration_cannot_be_followed(tmp_path: Path) -> None:
     model = nnx.Dict(q_proj=lm.LazyLoRALinear(4, lora_rank=2, use_bias=False, rngs=R(0)))
     for config, text in (

@@ -284,3 +284,36 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"no")
     with pytest.raises(lm.CheckpointError):
         lm.open(tmp_path / "bad.safetensors")
+
+
+# ---------------------------------------------------------------- what nobody asks for
+
+
+def test_what_is_dropped_need_not_be_an_array() -> None:
+    torch = pytest.importorskip("torch", reason="torch is an extra")
+    odd = {"meta": torch.ones(3, device="meta"), "sparse": torch.eye(3).to_sparse(), "text": "x", "none": None}
+    given = {"weight": KERNEL.T.copy(), "bias": BIAS} | odd
+    lm.load(layer := lazy(), given, layout="torch", rename=dict.fromkeys(odd))
+    assert_loaded(layer)
+    result = lm.load(layer, given, layout="torch", ignore=list(odd))
+    assert result.ignored == list(odd)
+
+
+def test_a_state_of_flax() -> None:
+    other = nnx.Dict(fc=nnx.Linear(3, 4, rngs=nnx.Rngs(1)))
+    for source in (nnx.state(other), nnx.to_pure_dict(nnx.state(other))):
+        lm.load(model := nnx.Dict(fc=lazy()), source)
+        assert_loaded(model.fc, np.asarray(other.fc.kernel[...]), np.asarray(other.fc.bias[...]))
+
+
+def test_stacked_weights_are_laid_layer_by_layer() -> None:
+    """Square ones would fit as they are."""
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.fc = lm.LazyLinear(3, rngs=rngs)
+
+    model = nnx.Dict(blocks=nnx.vmap(Block, axis_size=3)(nnx.Rngs(0).split(3)))
+    weight = np.arange(27, dtype=np.float32).reshape(3, 3, 3)
+    lm.load(model, {"blocks.fc.weight": weight, "blocks.fc.bias": weight[0]}, layout="torch")
+    np.testing.assert_array_equal(lm.state_dict(model)["blocks.fc.kernel"], weight.transpose(0, 2, 1))

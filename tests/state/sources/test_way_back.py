@@ -231,6 +231,18 @@ def test_a_copy_that_differs_has_no_way_back() -> None:
         lm.export_torch(model, like=result)
 
 
+@pytest.mark.parametrize(("head", "text"), [(5, "parts of the shapes (4, 4), (5, 4)"), (None, "without the part k")])
+def test_parts_that_the_model_has_otherwise_have_no_way_back(head: int | None, text: str) -> None:
+    given = {"qk.weight": np.ones((8, 4), np.float32)}
+    model = nnx.Dict(q=linear(4, False))
+    if head is not None:
+        model.k = nnx.Linear(4, head, use_bias=False, rngs=R(0))
+    result = loaded(model, given, rename=rules.Split("qk", into=("q", "k")), strict=False, mismatched="skip")
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.export_torch(model, like=result)
+    assert text in str(caught.value)
+
+
 def test_what_was_computed_has_no_way_back() -> None:
     net = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 4)).eval()
     model = linear(4)

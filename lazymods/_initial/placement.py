@@ -1,0 +1,65 @@
+"""Where values are made while a model is materialized on a mesh: the place of each placeholder.
+
+The places are known to this thread as long as that lasts. What fills a placeholder asks for its place; what can draw it
+in parts does, and whatever is made otherwise is brought there when it is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from lazymods._initial import shards
+
+
+class _Local(threading.local):
+    places: Mapping[int, tuple[Any, NamedSharding]] = {}  # by the placeholder's id: itself and its place
+    current: NamedSharding | None = None  # of the value that an initializer is making
+
+
+_LOCAL = _Local()
+
+
+@contextlib.contextmanager
+def places_of(places: Mapping[int, tuple[Any, NamedSharding]]) -> Iterator[None]:
+    """Know the places of placeholders in the body.
+
+    Args:
+        places: By the placeholder's id: itself, so that no other has the id, and its place.
+    """
+    before, _LOCAL.places = _LOCAL.places, places
+    try:
+        yield
+    finally:
+        _LOCAL.places = before
+
+
+def place_of(placeholder: Any) -> NamedSharding | None:
+    """Return the place of a placeholder; None if it goes wherever values are made."""
+    found = _LOCAL.places.get(id(placeholder)) if _LOCAL.places else None
+    return None if found is None else found[1]
+
+
+@contextlib.contextmanager
+def making(placeholder: Any) -> Iterator[None]:
+    """Let :func:`current` be the place of a placeholder, whose initializer is called in the body."""
+    before, _LOCAL.current = _LOCAL.current, place_of(placeholder)
+    try:
+        yield
+    finally:
+        _LOCAL.current = before
+
+
+def current() -> NamedSharding | None:
+    """Return the place of the value that is being made, if it has one."""
+    return _LOCAL.current
+
+
+def at_place(placeholder: Any, value: Any) -> Any:
+    """Bring a value to the place of its placeholder, if that has one and the value is not there yet."""
+    place = place_of(placeholder)
+    return value if place is None else shards.put(value, place)

@@ -1,0 +1,111 @@
+"""The parts of a value that the devices of a mesh hold: which elements each has, for the kernels that draw them.
+
+The elements of a part are numbered in its own order. From one to the next the number in the whole value goes up by one,
+and by what is left out of an axis whenever the part's end of that axis is passed: so it follows from a few
+:class:`Skip`, whatever the shape. The kernels compute it, and each part is drawn alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from lazymods import _compat
+from lazymods._initial.keys import is_key
+from lazymods._initial.stacking import Shape
+
+
+class Skip(NamedTuple):
+    """After each ``period`` elements of a part, ``width`` elements of the whole value are left out."""
+
+    period: int
+    width: int
+
+
+class Part(NamedTuple):
+    """A part of a value, and the devices that each hold a copy of it.
+
+    Attributes:
+        request: The number of the value.
+        shape: The shape of the part.
+        start: The number of its first element in the whole value.
+        skips: How the numbers go on.
+        devices: The devices of this process that hold it.
+    """
+
+    request: int
+    shape: Shape
+    start: int
+    skips: tuple[Skip, ...]
+    devices: tuple[Any, ...]
+
+
+def parts_of(request: int, shape: Shape, sharding: Any, device: Any) -> list[Part]:
+    """Return the parts of a value that the devices of this process hold; without a sharding, ``device`` holds it."""
+    if sharding is None:
+        return [Part(request, shape, 0, (), (device,))]
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for holder, index in sharding.addressable_devices_indices_map(shape).items():
+        ends = tuple([s.indices(n)[:2] for s, n in zip(index, shape, strict=True)])
+        holders.setdefault(ends, []).append(holder)
+    return [_part(request, shape, ends, tuple(devices)) for ends, devices in holders.items()]
+
+
+def _part(request: int, shape: Shape, ends: Sequence[tuple[int, int]], devices: tuple[Any, ...]) -> Part:
+    start, skips = 0, []
+    inside = whole = 1  # elements that one step along the axis passes: in the part, and in the value
+    for n, (first, last) in zip(reversed(shape), reversed(ends), strict=True):
+        start += first * whole
+        if last - first < n:
+            skips.append(Skip((last - first) * inside, (n - last + first) * whole))
+        inside, whole = inside * (last - first), whole * n
+    skips = [skip for skip in skips if skip.period < inside]  # the others are not reached
+    return Part(request, tuple([last - first for first, last in ends]), start, tuple(skips), devices)
+
+
+def assembled(shape: Shape, dtype: Any, sharding: Any, arrays: Sequence[jax.Array]) -> jax.Array:
+    """Return the value whose parts on the devices of this process are these."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
+
+
+def put(value: Any, sharding: Any) -> Any:
+    """Bring a value that each process has to its place on a mesh; what is no array, or is there already, stays.
+
+    No process asks another for anything.
+    """
+    if not isinstance(value, (jax.Array, np.ndarray)) or _compat.is_tracer(value):
+        return value
+    if isinstance(value, jax.Array) and value.committed and is_at(value, sharding):
+        return value
+    if sharding.is_fully_addressable or not getattr(value, "is_fully_addressable", True):
+        return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array) and is_key(value):
+        return _put_keys(value, sharding)
+    whole = np.asarray(value)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def _put_keys(keys: jax.Array, sharding: Any) -> jax.Array:
+    data, impl = np.asarray(jax.random.key_data(keys)), str(jax.random.key_impl(keys))
+    indices = sharding.addressable_devices_indices_map(keys.shape)
+    parts = [jax.random.wrap_key_data(jax.device_put(data[index], d), impl=impl) for d, index in indices.items()]
+    return jax.make_array_from_single_device_arrays(keys.shape, sharding, parts)
+
+
+def is_at(value: jax.Array, sharding: Any) -> bool:
+    """Whether an array lies as a sharding says, in the same words."""
+    here: Any = value.sharding
+    if not isinstance(here, jax.sharding.NamedSharding) or here.mesh != sharding.mesh:
+        return False
+    return here.memory_kind == sharding.memory_kind and _words(here.spec) == _words(sharding.spec)
+
+
+def _words(spec: Any) -> tuple[Any, ...]:
+    """A spec without what makes no difference: Nones at its end, and tuples of one name."""
+    words = [part[0] if isinstance(part, tuple) and len(part) == 1 else part or None for part in spec]
+    while words and words[-1] is None:
+        words.pop()
+    return tuple(words)

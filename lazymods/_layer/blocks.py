@@ -1,0 +1,377 @@
+"""Blocks of one structure as one: the objects of a single block, whose Variables hold the values of all of them.
+
+:func:`join` makes that one of several blocks, :func:`part_of` a block of it again, and :func:`become` writes what
+became of blocks into the one that is there. The values of all blocks lie along a new first axis. What all blocks
+share, as rngs that each of them keeps, stays one and without that axis.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import jax
+
+from lazymods import _compat, _graph
+from lazymods._errors import LazyError, Problem
+from lazymods._graph import ARRAY, MAPPING, NODE, OTHER, PYTREE, STATE, VARIABLE, Path, dotted, kind_of
+from lazymods._initial.pending import PendingInit, leaves_of
+from lazymods._initial.stacking import Stacking
+from lazymods._layer import stacked_values
+from lazymods._layer.building import LazyState
+from lazymods._layer.config import LayerConfig
+from lazymods._layer.formulas import same_static
+from lazymods._layer.lifecycle import TRANSIENT
+
+LAYERS = "layers"  # metadata of caches and intermediates of a stack that have the axis of the layers
+_AXES = "out_sharding"  # metadata with a name for each axis of the value
+
+
+# ---------------------------------------------------------------- copying
+
+
+def copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
+    """Copy nnx objects and containers, as they are shared and in the order of their attributes.
+
+    Args:
+        value: An nnx object, a container, or what is in one.
+        leaf: Returns what takes the place of a Variable or an array.
+        memo: What is copied already, by the id of the original; it gets all others.
+    """
+    kind = kind_of(value)
+    if kind is OTHER:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if kind is NODE:
+        memo[id(value)] = made = _compat.new_object(type(value))
+        own = {_compat.STATE: vars(made)[_compat.STATE]}
+        held = {k: copied(v, leaf, memo) for k, v in vars(value).items() if k not in (_compat.STATE, _compat.NODES)}
+        _compat.set_attributes(made, own | held)
+        _compat.share_data_names(made, _compat.names_of(value))
+        return made
+    memo[id(value)] = made = leaf(value) if kind <= ARRAY else None
+    if made is None:
+        new = {k: copied(v, leaf, memo) for k, v in _graph.children(value, kind)}
+        memo[id(value)] = made = rebuilt(value, kind, new)
+    return made
+
+
+def rebuilt(value: Any, kind: Any, new: dict[Any, Any]) -> Any:
+    """Return a container of the same type with other contents, by the keys of ``_graph.children``."""
+    if kind is PYTREE:
+        return jax.tree.structure(value, is_leaf=lambda x: x is not value).unflatten(list(new.values()))
+    if isinstance(value, (list, MutableMapping)):
+        made = copy.copy(value)
+        for key, item in new.items():
+            made[key] = item
+        return made
+    if kind is MAPPING:
+        return type(value)(new)
+    made = tuple.__new__(type(value), new.values())
+    if hasattr(made, "__dict__"):
+        vars(made).update(vars(value))
+    return made
+
+
+# ---------------------------------------------------------------- one of many
+
+
+def join(blocks: Sequence[Any], shared: Sequence[Any] = ()) -> tuple[Any, tuple[Path, ...]]:
+    """Make one block of several.
+
+    Args:
+        blocks: Blocks of one structure, which differ in the values of their Variables and arrays alone.
+        shared: Objects that are shared if a block has them, also if there is only one block.
+
+    Returns:
+        The block, and the paths of what all of them share.
+
+    Raises:
+        LazyError: If they differ in anything else; it lists every such place.
+    """
+    joining = _Joining(shared)
+    made = joining.join(blocks, ())
+    if joining.problems:
+        raise LazyError(*joining.problems, heading="These blocks are not equal, so they can't be one:")
+    return made, tuple(joining.shared)
+
+
+class _Joining:
+    """Makes one object of several, at each place of a block."""
+
+    def __init__(self, shared: Sequence[Any]) -> None:
+        self.shared: list[Path] = []
+        self.problems: list[Problem] = []
+        self._memo: dict[int, tuple[tuple[int, ...], Any]] = {}
+        self._known = {id(n) for s in shared for _, n in _graph.nodes(s)}
+        self._known |= {id(v) for s in shared for v in _graph.variables(s)}
+
+    def join(self, values: Sequence[Any], path: Path) -> Any:
+        first, kind = values[0], kind_of(values[0])
+        if kind is OTHER:
+            if not all(same_setting(first, v) for v in values):
+                other = next(v for v in values if not same_setting(first, v))
+                self._differ(path, f"{first!r:.80} and {other!r:.80}")
+            return first
+        classes = {type(v): None for v in values}
+        if len({kind_of(v) for v in values}) > 1 or (kind is not ARRAY and len(classes) > 1):
+            self._differ(path, " and ".join(cls.__name__ for cls in classes))
+            return first
+        ids = tuple(map(id, values))
+        if kind in (VARIABLE, NODE) and len(set(ids)) == 1 and (len(ids) > 1 or ids[0] in self._known):
+            self.shared.append(path)
+            return first
+        if id(first) in self._memo:
+            known, made = self._memo[id(first)]
+            if known != ids:
+                self._differ(path, "a part that is another's in one of them, and its own in another")
+            return made
+        if kind in (VARIABLE, NODE) and len(set(ids)) < len(ids):
+            self._differ(path, f"a {type(first).__name__} that some of them share, and others do not")
+            return first
+        return self._made(kind, values, ids, path)
+
+    def _made(self, kind: Any, values: Sequence[Any], ids: tuple[int, ...], path: Path) -> Any:
+        first = values[0]
+        if kind is NODE:
+            made = _compat.new_object(type(first))
+            self._memo[id(first)] = ids, made
+            self._join_attributes(made, values, path)
+            return made
+        if kind is VARIABLE:
+            made = self._variable(values, path)
+        elif kind is ARRAY:
+            made = self._array(values, path)
+        else:
+            made = self._container(kind, values, path)
+        self._memo[id(first)] = ids, made
+        return made
+
+    def _join_attributes(self, made: Any, nodes: Sequence[Any], path: Path) -> None:
+        first = nodes[0]
+        own = (_compat.STATE, _compat.NODES, STATE)
+        names = [[k for k in vars(n) if k not in own] for n in nodes]
+        if any(set(n) != set(names[0]) or (STATE in vars(o)) != (STATE in vars(first)) for n, o in zip(names, nodes)):
+            self._differ(path, f"a {type(first).__name__} of other attributes in each")
+            return
+        attributes = {_compat.STATE: vars(made)[_compat.STATE]}
+        attributes |= {k: self.join([vars(n)[k] for n in nodes], (*path, k)) for k in names[0]}
+        if STATE in vars(first):
+            attributes[STATE] = self._lazy_state([vars(n)[STATE] for n in nodes], path)
+        _compat.set_attributes(made, attributes)
+        _compat.share_data_names(made, _compat.names_of(first))
+
+    def _lazy_state(self, states: Sequence[LazyState], path: Path) -> LazyState:
+        first = states[0]
+        if any(s.turns is not None for s in states):
+            got = "a lazy layer whose sizes decide how often it, or one before it, draws from these rngs"
+            needed = "random keys that are known when the blocks are built"
+            self.problems.append(Problem(dotted(path), got, needed, "rngs=rngs.fork(), as the rngs of the stack"))
+        if not all(same_setting(first.spec, s.spec) and first.given == s.given for s in states):
+            self._differ(path, "lazy layers of other arguments")
+        return LazyState(first.spec, first.given)
+
+    def _container(self, kind: Any, values: Sequence[Any], path: Path) -> Any:
+        items = [dict(_graph.children(v, kind)) for v in values]
+        if any(list(i) != list(items[0]) for i in items):
+            self._differ(path, f"{len(items[0])} and {len(next(i for i in items if list(i) != list(items[0])))} items")
+            return values[0]
+        new = {k: self.join([i[k] for i in items], (*path, k)) for k in items[0]}
+        return rebuilt(values[0], kind, new)
+
+    def _variable(self, variables: Sequence[Any], path: Path) -> Any:
+        first = variables[0]
+        raws = [v.get_raw_value() for v in variables]
+        metadata = [_compat.raw_metadata(v) for v in variables]
+        if not all(same_setting(metadata[0], m) for m in metadata):
+            self._differ(path, "Variables of other metadata")
+        if metadata[0].get("ref") or metadata[0].get("hijax"):
+            got, needed = "a mutable array", "Variables of ordinary arrays, which can be stacked"
+            self.problems.append(Problem(dotted(path), got, needed, "ref=False for it"))
+            return first
+        raw = self._pending(raws, path) if isinstance(raws[0], PendingInit) else self._tree(raws, path)
+        mark = {LAYERS: len(variables)} if isinstance(first, TRANSIENT) else {}
+        return _compat.new_variable(type(first), raw, with_axis(metadata[0]) | mark)
+
+    def _pending(self, pendings: Sequence[PendingInit], path: Path) -> Any:
+        first = pendings[0]
+        same = all((p.element, p.dtype, p.label) == (first.element, first.dtype, first.label) for p in pendings)
+        if not same or any(p.stacking != first.stacking for p in pendings):
+            self._differ(path, "placeholders that know other sizes")
+            return first
+        return joined_pending(pendings)
+
+    def _tree(self, raws: Sequence[Any], path: Path) -> Any:
+        trees = [jax.tree.flatten(r) for r in raws]
+        if any(tree != trees[0][1] for _, tree in trees):
+            self._differ(path, "Variables that hold other things")
+            return raws[0]
+        return jax.tree.unflatten(trees[0][1], [self._array(v, path) for v in zip(*[t[0] for t in trees], strict=True)])
+
+    def _array(self, values: Sequence[Any], path: Path) -> Any:
+        kinds = dict.fromkeys(map(stacked_values.describe, values))
+        if len(kinds) > 1:
+            self._differ(path, " and ".join(kinds))
+            return values[0]
+        return stacked_values.stack(values)
+
+    def _differ(self, path: Path, got: str) -> None:
+        where = dotted(path) or "a block"
+        needed = "the same in each block: they may differ in the values of their Variables and arrays alone"
+        self.problems.append(Problem(where, got, needed, "nnx.List([make_block(rngs) for _ in range(n)])"))
+
+
+def joined_pending(pendings: Sequence[PendingInit]) -> PendingInit:
+    """Return how the values of several placeholders will be made, along a new first axis."""
+    first = pendings[0]
+    rank = None if first.element is None else len(first.element)
+    inner = first.stacking
+    marks = inner.marks if inner.sizes else Stacking.of_one(rank).marks
+    keys = [None if None in k else stacked_values.stack(k) for k in zip(*[p.built_with for p in pendings], strict=True)]
+    held = leaves_of(keys, Stacking((len(pendings), *marks), inner.exact if inner.sizes else rank is not None))
+    return PendingInit(*first.static(), keys=held)
+
+
+def part_of_pending(pending: PendingInit, i: int) -> PendingInit:
+    """Return how the value of one of the blocks of :func:`joined_pending` will be made."""
+    keys = [None if k is None else k[i] for k in pending.built_with]
+    made = PendingInit.build(pending.source, pending.element, pending.dtype, pending.label, keys)
+    if len(pending.stacking.sizes) > 1:
+        made.key_source = leaves_of(keys, Stacking(pending.stacking.marks[1:], pending.stacking.exact))
+    return made
+
+
+def with_axis(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a Variable for a value with one more axis in front, which is not split over devices."""
+    return _respelled(metadata, lambda spec: (None, *spec))
+
+
+def without_axis(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the metadata of a Variable for a value without its first axis."""
+    kept = {k: v for k, v in metadata.items() if k != LAYERS}
+    return _respelled(kept, lambda spec: tuple(spec)[1:])
+
+
+def has_no_layers(owner: Any) -> bool:
+    """Whether a Variable was set on a stack without the axis of the layers: each of the blocks gets its value.
+
+    Flax sets caches so: ``init_cache`` of a layer asks nobody how many layers there are.
+    """
+    return isinstance(owner, TRANSIENT) and not owner.has_metadata(LAYERS)
+
+
+def _respelled(metadata: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    sharding = metadata.get(_AXES)
+    if not sharding:
+        return dict(metadata)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        spec = jax.sharding.PartitionSpec(*change(sharding.spec))
+        return {**metadata, _AXES: jax.sharding.NamedSharding(sharding.mesh, spec)}
+    names = change(sharding)
+    return {**metadata, _AXES: type(sharding)(*names) if isinstance(sharding, jax.sharding.PartitionSpec) else names}
+
+
+def same_setting(a: Any, b: Any) -> bool:
+    """Whether two static values do the same: equal ones, and functions and objects that are made alike."""
+    if a is b or same_static(a, b):
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, LayerConfig):
+        own = ("name", "cls", "config", "unknown", "options", "streams", "rngs_name", "modules", "left_out")
+        return all(same_setting(getattr(a, n), getattr(b, n)) for n in own)
+    if isinstance(a, types.FunctionType):
+        cells = [[c.cell_contents for c in f.__closure__ or ()] for f in (a, b)]
+        parts = [(f.__code__, f.__defaults__, f.__kwdefaults__, c) for f, c in zip((a, b), cells, strict=True)]
+        return all(map(same_setting, *parts))
+    if isinstance(a, functools.partial):
+        return all(map(same_setting, (a.func, a.args, a.keywords), (b.func, b.args, b.keywords)))
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same_setting, a, b))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same_setting(v, b[k]) for k, v in a.items())
+    return False
+
+
+# ---------------------------------------------------------------- parts
+
+
+def parts_of(whole: Any, n: int, shared: Sequence[Path], *, abstract: bool = False) -> list[Any]:
+    """Return the blocks again, each with values of its own.
+
+    Args:
+        whole: What :func:`join` made.
+        n: How many blocks it is.
+        shared: The paths that it said.
+        abstract: Whether shapes and dtypes will do for values.
+    """
+    values: dict[int, list[Any]] = {}
+    same = {id(v): v for v in (_graph.at(whole, path) for path in shared)}
+
+    def leaf(i: int, owner: Any) -> Any:
+        if id(owner) not in values:
+            values[id(owner)] = _values_of(owner, n, abstract)
+        value = values[id(owner)][i]
+        if kind_of(owner) is ARRAY:
+            return value
+        return _compat.new_variable(type(owner), value, without_axis(_compat.raw_metadata(owner)))
+
+    with _compat.at_trace(_compat.home_trace(whole)):
+        return [copied(whole, functools.partial(leaf, i), dict(same)) for i in range(n)]
+
+
+def _values_of(owner: Any, n: int, abstract: bool) -> list[Any]:
+    raw = owner if kind_of(owner) is ARRAY else owner.get_raw_value()
+    if isinstance(raw, PendingInit):
+        return [part_of_pending(raw, i) for i in range(n)]
+    if has_no_layers(owner):
+        return [raw] * n
+    return stacked_values.parts(raw, n, abstract=abstract)
+
+
+# ---------------------------------------------------------------- writing back
+
+
+def become(node: Any, other: Any, keeps_class: Callable[[Any], bool]) -> None:
+    """Let an object hold what another of its structure does; its Variables and objects stay the same ones.
+
+    Args:
+        node: The object.
+        other: One of the same structure, whose lazy layers may be ready where those of the object are not.
+        keeps_class: Whether a layer that is ready now keeps its class, as an nnx transform wants it.
+    """
+    known: dict[int, Any] = {}
+    _become(node, other, known, keeps_class)
+
+
+def _become(value: Any, other: Any, known: dict[int, Any], keeps_class: Callable[[Any], bool]) -> Any:
+    """Return what is there from now on: ``value``, changed to what ``other`` is, or else ``other``."""
+    if value is other or id(other) in known:
+        return known.get(id(other), value)
+    kind = kind_of(other)
+    if kind is OTHER or kind is ARRAY or kind_of(value) is not kind:
+        return other
+    if kind is VARIABLE:
+        known[id(other)] = value
+        _compat.write_variable(value, type(other), other.get_raw_value(), _compat.raw_metadata(other))
+        return value
+    if kind is not NODE:
+        held = dict(_graph.children(value))
+        items = _graph.children(other, kind)
+        return rebuilt(other, kind, {k: _become(held.get(k), v, known, keeps_class) for k, v in items})
+    known[id(other)] = value
+    held = vars(value)
+    own = {k: held[k] for k in (_compat.STATE, _compat.NODES)}
+    was_lazy = STATE in held
+    new = {k: _become(held.get(k), v, known, keeps_class) for k, v in vars(other).items() if k not in own}
+    keep = was_lazy and STATE not in new and keeps_class(value)
+    _compat.set_attributes(value, own | new)
+    _compat.share_data_names(value, _compat.names_of(other))
+    if not keep and type(value) is not type(other):
+        _compat.set_class(value, type(other))
+    return value
+

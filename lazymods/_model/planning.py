@@ -1,0 +1,244 @@
+"""A model on a mesh: where each of its parameters goes, what a device then holds, and bringing them there.
+
+The places follow from names, shapes and dtypes, as a report has them, so they are found before anything is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from lazymods import _compat, _graph, _memory
+from lazymods._errors import Problem
+from lazymods._graph import Path, dotted
+from lazymods._initial import shards
+from lazymods._initial.keys import is_key
+from lazymods._layer.merging import put
+from lazymods._model.abstract_call import AbstractCall
+from lazymods._model.report import ParameterShape, ShapeReport, bytes_on_device
+from lazymods._refusals import ArgumentError
+from lazymods._shardings import Named, Rules, find_shardings, mesh_for
+
+AnyMesh = Mesh | AbstractMesh
+
+
+class Places:
+    """Where the parameters of a model go.
+
+    Args:
+        mesh: As given to ``materialize`` and others; None: that of ``jax.set_mesh``, if there is one.
+        rules: As given.
+        device: As given.
+
+    Attributes:
+        mesh: The mesh; None if there is none.
+
+    Raises:
+        ArgumentError: If the three do not go together.
+    """
+
+    def __init__(self, mesh: AnyMesh | None, rules: Rules | None, device: Any = None) -> None:
+        self.mesh = mesh_for(mesh, rules, device)
+        self._rules = rules
+        self._is_given = mesh is not None
+
+    def of(self, parameters: Iterable[Named]) -> dict[str, NamedSharding]:
+        """Find the place of each parameter by its name; none of one that Flax places otherwise in ``jax.set_mesh``.
+
+        Raises:
+            LazyError: If some do not fit.
+        """
+        if self.mesh is None:
+            return {}
+        return find_shardings([p for p in parameters if self._is_ours(p.metadata)], self.mesh, self._rules)
+
+    def _is_ours(self, metadata: Mapping[str, Any]) -> bool:
+        """Whether the mesh is for a parameter: one of ``jax.set_mesh`` is not for what Flax leaves or has a mesh."""
+        names = metadata.get("out_sharding")
+        elsewhere = metadata.get("mesh") is not None or getattr(names, "mesh", None) is not None
+        return self._is_given or not names or (bool(metadata.get("eager_sharding", True)) and not elsewhere)
+
+    def device(self) -> Any:
+        """Return the device on which this process draws; None: the default one."""
+        own = () if self.mesh is None else self.mesh.local_devices
+        return None if not own or _memory.default_device() in own else own[0]
+
+    def in_report(self, report: ShapeReport) -> ShapeReport:
+        """Return a report with the place of each parameter whose shape is known.
+
+        Raises:
+            LazyError: If some do not fit.
+        """
+        if self.mesh is None:
+            return report
+        found = self.of({p.first_name: _named(p) for p in _each(report) if p.size is not None}.values())
+        report = _with(report, lambda p: {"sharding": found.get(p.first_name)} if p.size is not None else {})
+        return dataclasses.replace(report, mesh=self.mesh)
+
+
+def _each(report: ShapeReport) -> Iterator[ParameterShape]:
+    return (p for row in report.rows for p in row.parameters)
+
+
+def _named(parameter: ParameterShape) -> Named:
+    assert parameter.shape is not None
+    shape: tuple[Any, ...] = parameter.shape
+    return Named(parameter.first_name, shape, parameter.dtype, parameter.metadata)
+
+
+def _with(report: ShapeReport, changes: Callable[[ParameterShape], dict[str, Any]]) -> ShapeReport:
+    rows = [
+        dataclasses.replace(r, parameters=tuple(dataclasses.replace(p, **changes(p)) for p in r.parameters))
+        for r in report.rows
+    ]
+    return dataclasses.replace(report, rows=tuple(rows))
+
+
+# ---------------------------------------------------------------- the model itself
+
+
+def _entries(session: AbstractCall) -> Iterator[tuple[str, Path, Any, Any]]:
+    """Every entry of the model and of what is hidden in it: its name, and its path in what holds it."""
+    for top, root in [((), session.model), *session.hidden]:
+        for path, _, _, value in list(_graph.entries(root)):
+            yield dotted((*top, *path)), path, root, value
+
+
+def placeholders_at(session: AbstractCall, report: ShapeReport) -> dict[int, tuple[Any, NamedSharding]]:
+    """Return the placeholders that have a place, by their ids."""
+    places = {p.first_name: p.sharding for p in _each(report) if p.sharding is not None}
+    out: dict[int, tuple[Any, NamedSharding]] = {}
+    for name, _, _, value in _entries(session):
+        if name in places and _graph.is_placeholder(value):
+            out.setdefault(id(value), (value, places[name]))
+    return out
+
+
+def bring(session: AbstractCall, places: Places) -> None:
+    """Bring what has a value to its place, where it is not there yet; random state stays where it is.
+
+    Raises:
+        LazyError: If some do not fit: of layers that were made when others were initialized.
+    """
+    held: dict[str, tuple[Path, Any, Any, Any]] = {}
+    met: set[int] = set()
+    for name, path, root, value in _entries(session):
+        is_variable = isinstance(value, nnx.Variable)
+        if isinstance(value, nnx.RngState) or _graph.is_placeholder(value) or (is_variable and id(value) in met):
+            continue
+        raw = value.get_raw_value() if is_variable else value
+        if isinstance(raw, jax.Array) and (is_variable or not is_key(raw)):
+            held[name] = path, root, value, raw
+            met.add(id(value))
+    found = places.of(Named(name, raw.shape, raw.dtype, _metadata(value)) for name, (_, _, value, raw) in held.items())
+    for name, sharding in found.items():
+        path, root, value, raw = held[name]
+        moved = shards.put(raw, sharding)
+        if moved is raw:
+            continue
+        if isinstance(value, nnx.Variable):
+            value.set_raw_value(moved)
+        else:
+            put(root, path, moved)
+
+
+def _metadata(value: Any) -> Mapping[str, Any]:
+    return value.get_metadata() if isinstance(value, nnx.Variable) else {}
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+def with_optimizer(report: ShapeReport, model: Any, optimizer: Any) -> ShapeReport:
+    """Return a report with the bytes of gradients and of an optimizer's state.
+
+    Args:
+        report: The report, with places if there is a mesh.
+        model: The model at the sizes found, of values without a value.
+        optimizer: An optax transformation, which trains what is not frozen; or an ``nnx.Optimizer``.
+
+    Raises:
+        ArgumentError: If it is neither.
+    """
+    if isinstance(optimizer, nnx.Optimizer):
+        tx, wrt = optimizer.tx, optimizer.wrt
+    elif isinstance(optimizer, optax.GradientTransformation):
+        tx, wrt = optimizer, lambda _, v: isinstance(v, nnx.Param) and _graph.is_trained(v)
+    else:
+        got, needed = f"a {type(optimizer).__name__}", "an optax transformation, or the optimizer of the model"
+        raise ArgumentError(Problem("optimizer=", got, needed, "optimizer=optax.adam(1e-3)"))
+    by_name = {f"{row.path}.{p.name}".lstrip("."): p for row in report.rows for p in row.parameters}
+    flat = {p: v for p, v in nnx.to_flat_state(nnx.state(model, wrt)) if not _graph.is_placeholder(v)}
+    abstract: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.from_flat_state(flat))
+    trained = {path: by_name[dotted(path)] for path in flat}
+    kept = dict.fromkeys((p.first_name for p in trained.values()), 0)
+    apart = 0
+    for path, held in leaves_of_state(jax.eval_shape(tx.init, abstract)):
+        leaf = held.get_raw_value() if isinstance(held, nnx.Variable) else held
+        parameter = parameter_of(path, leaf, trained)
+        if parameter is None:
+            apart += bytes_on_device(leaf.shape, leaf.dtype, None)
+        else:
+            like = parameter.sharding if leaf.shape == parameter.shape else None
+            kept[parameter.first_name] += bytes_on_device(leaf.shape, leaf.dtype, like)
+
+    def changes(p: ParameterShape) -> dict[str, Any]:
+        grad = p.bytes_per_device if p.first_name in kept else 0
+        return {"gradient_bytes_per_device": grad, "optimizer_bytes_per_device": kept.get(p.first_name, 0)}
+
+    return dataclasses.replace(_with(report, changes), optimizer_bytes_apart=apart)
+
+
+def leaves_of_state(state: Any) -> list[tuple[Path, Any]]:
+    """Return the arrays of an optimizer's state by path, or the Variables that hold them."""
+    return [(e.path[1:], e.value) for e in _graph.entries([state])]
+
+
+def parameter_of(path: Path, leaf: Any, parameters: Mapping[Path, Any]) -> Any:
+    """Return the parameter that a part of an optimizer's state is kept for, as its path ends with that one's.
+
+    Returns:
+        None of what is kept for none; also of the number that optax has in place of what it leaves out.
+    """
+    found = next((parameters[path[i:]] for i in range(len(path)) if path[i:] in parameters), None)
+    return found if found is None or leaf.shape or not found.shape else None
+
+
+def place_state(optimizer: nnx.Optimizer[Any], model: Any) -> None:
+    """Bring the state of an optimizer to where its parameters are on a mesh: what is of another shape to each device.
+
+    Args:
+        optimizer: The optimizer, with its state.
+        model: Its model.
+    """
+    state: Any = nnx.state(model, optimizer.wrt)
+    parameters = {path: v.get_raw_value() for path, v in nnx.to_flat_state(state)}
+    meshes = {s.mesh: None for a in parameters.values() if (s := _sharding_of(a)) is not None}
+    if len(meshes) != 1:
+        return
+    [mesh] = meshes
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    for path, leaf in [((), optimizer.step), *leaves_of_state(optimizer.opt_state)]:
+        if not isinstance(leaf, nnx.Variable):
+            continue
+        raw = leaf.get_raw_value()
+        parameter = parameter_of(path, raw, parameters) if isinstance(raw, jax.Array) else None
+        own = None if parameter is None or parameter.shape != raw.shape else _sharding_of(parameter)
+        moved = shards.put(raw, everywhere if own is None else own)
+        if moved is not raw:
+            leaf.set_raw_value(moved)
+
+
+def _sharding_of(array: Any) -> NamedSharding | None:
+    """Return the place of an array on a mesh of several devices; None of any other, and of a tracer."""
+    if not isinstance(array, jax.Array) or _compat.is_tracer(array):
+        return None
+    sharding = array.sharding
+    return sharding if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh) else None
+

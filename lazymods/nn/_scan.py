@@ -1,0 +1,241 @@
+"""The call of a stack: its block once for each layer, on the output of the one before.
+
+Inside a program the block is traced once, for all layers, as the body of a ``jax.lax.scan``. Where operations are
+executed at once (also in ``jax.grad`` and ``jax.vmap`` outside of ``jax.jit``) the layers are called one after the other:
+a scan would be compiled at each call. The body calls a copy of the block, and what a call changes in that is written
+to the stack afterwards: values, new Variables and attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lazymods import _compat, _graph
+from lazymods._errors import LazyError, Problem, ShapeInferenceError, describe
+from lazymods._graph import ARRAY, NODE, OTHER, VARIABLE, kind_of
+from lazymods._layer import stacked_values
+from lazymods._layer.blocks import LAYERS, copied, has_no_layers, rebuilt, with_axis, without_axis
+from lazymods._layer.lifecycle import TRANSIENT
+
+
+
+class BlockCall:
+    """One call of a stack.
+
+    Args:
+        whole: The block that holds the values of all layers.
+        n: The number of layers.
+        shared: What all layers share: objects and Variables in ``whole``.
+        args: What each block takes besides the output of the one before.
+        kwargs: Keyword arguments, likewise.
+        remat: Whether the backward pass computes each block again.
+    """
+
+    def __init__(
+        self, whole: Any, n: int, shared: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], remat: bool
+    ) -> None:
+        self._whole, self._n, self._remat = whole, n, remat
+        self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
+        given = [v for v in self._leaves if _is_object(v)]
+        self._roots = [whole, *given]
+        shared_ids = {id(v) for v in _owners([*shared, *given])}
+        owners = _owners(self._roots)
+        self._stacked = [o for o in owners if id(o) not in shared_ids]
+        self._shared = [o for o in owners if id(o) in shared_ids and kind_of(o) is VARIABLE]
+        self._fixed = shared_ids
+        self._copies: dict[int, Any] = {}
+        self._after: list[Any] = []
+        self._changed: set[int] = set()
+
+    def run(self, x: Any) -> Any:
+        """Call all blocks, and write what they have changed.
+
+        Raises:
+            ShapeInferenceError: If a block returns something of another shape or dtype than it takes.
+            LazyError: If the blocks change what they share in a way that can't be carried from one to the next.
+        """
+        slices = [self._values_of(owner) for owner in self._stacked]
+        carried = [_raw(v) for v in self._shared]
+        scanning = not _compat.runs_at_once(_compat.current_trace())
+        step: Callable[..., Any] = self._step
+        if self._remat:
+            step = jax.checkpoint(step, prevent_cse=not scanning)
+        if scanning:
+            (x, carried), found = jax.lax.scan(lambda c, s: step(*c, s), (x, carried), slices, length=self._n)
+        else:
+            rows = list(zip(*[stacked_values.parts(s, self._n) for s in slices], strict=True)) or [()] * self._n
+            outputs = []
+            for row in rows:
+                (x, carried), new = step(x, carried, list(row))
+                outputs.append(new)
+            found = self._together(outputs)
+        if not _graph.has_uninitialized_params(self._whole):  # else an abstract run, which starts again
+            self._write(carried, found)
+        return x
+
+    # ------------------------------------------------------------ one block
+
+    def _values_of(self, owner: Any) -> Any:
+        """Return the values for all layers; what was set on the stack without their axis is for each of them."""
+        raw = _raw(owner)
+        if has_no_layers(owner):
+            return jax.tree.map(lambda a: jnp.broadcast_to(a, (self._n, *jnp.shape(a))), raw)
+        return raw
+
+    def _step(self, x: Any, carried: list[Any], values: list[Any]) -> tuple[tuple[Any, list[Any]], dict[str, Any]]:
+        """Call one block; return its output, what is shared, and the values that have changed or are new, by name."""
+        given = {id(o): v for o, v in zip([*self._shared, *self._stacked], [*carried, *values], strict=True)}
+        sliced = set(map(id, self._stacked))
+        memo: dict[int, Any] = {}
+
+        def leaf(owner: Any) -> Any:
+            value = given.get(id(owner), owner)
+            if kind_of(owner) is ARRAY:
+                return value
+            metadata = _compat.raw_metadata(owner)
+            return _compat.new_variable(type(owner), value, without_axis(metadata) if id(owner) in sliced else dict(metadata))
+
+        block, *objects = [copied(root, leaf, memo) for root in self._roots]
+        places = iter(objects)
+        args, kwargs = self._tree.unflatten([next(places) if _is_object(v) else v for v in self._leaves])
+        y = block(x, *args, **kwargs)
+        _check_carry(x, y, type(block).__name__)
+        self._copies, self._after = memo, [block, *objects]
+        after = [_raw(memo[id(v)]) for v in self._shared]
+        self._changed = {i for i, (a, b) in enumerate(zip(after, carried, strict=True)) if not _is_same(a, b)}
+        return (y, after), self._news(given)
+
+    def _news(self, given: dict[int, Any]) -> dict[str, Any]:
+        """Return the values of stacked Variables that a call has changed, and of what is new, by name."""
+        origins = {id(c): o for o, c in ((o, self._copies.get(id(o))) for o in self._stacked) if c is not None}
+        known = set(map(id, self._copies.values()))
+        found: dict[str, Any] = {}
+        for number, root in enumerate(self._after):
+            for entry in _graph.entries(root):
+                value = entry.value
+                origin = origins.get(id(value))
+                if origin is not None:
+                    if kind_of(value) is VARIABLE and not _is_same(_raw(value), given[id(origin)]):
+                        found[f"{number}.{entry.name}"] = _raw(value)
+                elif id(value) not in known:
+                    if number:
+                        raise _not_carried(entry.name, "a new Variable or array in what the blocks share")
+                    found[f"{number}.{entry.name}"] = _raw(value)
+        return found
+
+    def _together(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Stack what the blocks have changed, one called after the other."""
+        trees = [jax.tree.flatten(o) for o in outputs]
+        if any(tree != trees[0][1] for _, tree in trees):
+            names = sorted({name for o in outputs for name in o})
+            raise _not_carried(", ".join(n.partition(".")[2] for n in names), "values that some blocks change only")
+        return trees[0][1].unflatten([stacked_values.stack(v) for v in zip(*[t[0] for t in trees], strict=True)])
+
+    # ------------------------------------------------------------ writing
+
+    def _write(self, carried: list[Any], found: dict[str, Any]) -> None:
+        """Write to the stack what has become of the block."""
+        for i in sorted(self._changed):
+            self._shared[i].set_raw_value(carried[i])
+        originals = {id(c): o for o, c in self._pairs()}
+        values: dict[int, Any] = {}
+        for number, root in enumerate(self._after):
+            for entry in _graph.entries(root):
+                value = found.get(f"{number}.{entry.name}", _graph.MISSING)
+                if value is not _graph.MISSING:
+                    values[id(entry.value)] = value
+        for owner in filter(has_no_layers, self._stacked):  # a new one has the axis: nnx.jit carries out no metadata
+            copy = id(self._copies[id(owner)])
+            values.setdefault(copy, self._values_of(owner))
+            del originals[copy]
+        for copy, value in values.items():
+            owner = originals.get(copy)
+            if kind_of(owner) is VARIABLE:
+                owner.set_raw_value(value)
+        self._write_objects(originals, values)
+
+    def _pairs(self) -> list[tuple[Any, Any]]:
+        """Return objects and Variables of the stack with their copies in the last call."""
+        objects = [node for root in self._roots for _, node in _graph.nodes(root)]
+        return [(o, self._copies[id(o)]) for o in (*objects, *_owners(self._roots)) if id(o) in self._copies]
+
+    def _write_objects(self, originals: dict[int, Any], values: dict[int, Any]) -> None:
+        memo = dict(originals)
+
+        def leaf(value: Any) -> Any:
+            new = values.get(id(value), value)
+            if kind_of(value) is ARRAY:
+                return new
+            metadata = with_axis(_compat.raw_metadata(value))
+            if isinstance(value, TRANSIENT):
+                metadata[LAYERS] = self._n
+            return _compat.new_variable(type(value), new, metadata)
+
+        for node, copy in [(o, c) for o, c in self._pairs() if kind_of(o) is NODE]:
+            held, now = _graph.attributes(node), _graph.attributes(copy)
+            for name in [n for n in held if n not in now]:
+                delattr(node, name)
+            for name, value in now.items():
+                new = self._restored(held.get(name, _graph.MISSING), value, memo, leaf)
+                if new is not held.get(name, _graph.MISSING):
+                    setattr(node, name, new)
+
+    def _restored(self, before: Any, after: Any, memo: dict[int, Any], leaf: Callable[[Any], Any]) -> Any:
+        """Return what is in the stack for what an attribute of the copy holds after the call."""
+        kind = kind_of(after)
+        if kind is OTHER:
+            return before if type(before) is type(after) and before is after else after
+        if kind <= NODE and self._copies.get(id(before)) is after and not has_no_layers(before):
+            return before
+        if kind <= NODE or before is _graph.MISSING or kind_of(before) is not kind:
+            return copied(after, leaf, memo)
+        held, now = dict(_graph.children(before)), dict(_graph.children(after, kind))
+        new = {k: self._restored(held.get(k, _graph.MISSING), v, memo, leaf) for k, v in now.items()}
+        if list(held) == list(new) and all(held[k] is v for k, v in new.items()):
+            return before
+        return rebuilt(after, kind, new)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, (nnx.Pytree, nnx.Variable))
+
+
+def _owners(roots: list[Any]) -> list[Any]:
+    """Return each Variable and array of some objects once."""
+    found = {id(r): r for r in roots if kind_of(r) is VARIABLE}
+    return list((found | {id(e.value): e.value for e in _graph.entries(roots)}).values())
+
+
+def _raw(owner: Any) -> Any:
+    return owner if kind_of(owner) is ARRAY else owner.get_raw_value()
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two values consist of the same arrays."""
+    one, two = (jax.tree.flatten(v) for v in (a, b))
+    return one[1] == two[1] and all(x is y for x, y in zip(one[0], two[0], strict=True))
+
+
+def _check_carry(x: Any, y: Any, name: str) -> None:
+    taken, given = jax.tree.flatten(x), jax.tree.flatten(y)
+    shapes = [[(jnp.shape(v), _compat.dtype_of(v)) for v in leaves] for leaves, _ in (taken, given)]
+    if taken[1] != given[1] or shapes[0] != shapes[1]:
+        got = f"{_show(y)}, from {_show(x)}"
+        needed = "an output of the structure, shape and dtype of the input: the next block takes it"
+        raise ShapeInferenceError(Problem(f"a block ({name}) of a Stack", got, needed, "return y.astype(x.dtype)"))
+
+
+def _show(tree: Any) -> str:
+    return ", ".join(describe(v) for v in jax.tree.leaves(tree)) or "nothing"
+
+
+def _not_carried(name: str, got: str) -> LazyError:
+    needed = "the same change in each block, to Variables that it had before"
+    return LazyError(Problem(f"{name} in a block of a Stack", got, needed, "an nnx.List of blocks"))
+
+

@@ -1,0 +1,205 @@
+"""Why a layer gives other numbers than its counterpart for the same input: its mode, parameters or settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from lazymods import _graph
+from lazymods._graph import dotted
+from lazymods.porting.comparing import difference_of, kept_of_torch
+from lazymods.porting.pairing import Pair
+from lazymods.state.layouts.site import Refusal
+from lazymods.state.layouts.table import rule_for
+
+_TORCH_EPSILONS = ("eps", "variance_epsilon")
+_SAME_VALUES = 1e-6
+
+
+class Reason(NamedTuple):
+    """Why two differ, and what to write."""
+
+    text: str
+    write: str = ""
+
+
+def of_layer(pair: Pair, shape: Sequence[int], torch: Any) -> Reason:
+    """Say why a layer may differ whose input does not.
+
+    Args:
+        pair: The layer and its counterpart.
+        shape: The shape of its input, or () if it is not known.
+        torch: The torch module.
+    """
+    for found in (_of_mode(pair), _of_parameters(pair, torch), next(settings(pair, shape), None), _of_dtype(pair)):
+        if found is not None:
+            return found
+    ours, theirs = type(pair.site.node).__name__, type(pair.module).__name__
+    same = "its input and its parameters are PyTorch's"
+    return Reason(f"{same}: {ours} computes something else than {theirs}, or has other options")
+
+
+# ---------------------------------------------------------------- modes
+
+
+def _of_mode(pair: Pair) -> Reason | None:
+    return of_modes(pair.site.node, pair.module)
+
+
+def of_modes(model: Any, torch_module: Any) -> Reason | None:
+    """Say what is in training mode on one side only, or random."""
+    ours = [dotted(path) or type(node).__name__ for path, node in _graph.nodes(model) if _drops(node)]
+    theirs = [name or type(inner).__name__ for name, inner in torch_module.named_modules() if _torch_drops(inner)]
+    if ours or theirs:
+        where, line = (ours[0], "model.eval()") if ours else (f"PyTorch's {theirs[0]}", "torch_module.eval()")
+        return Reason(f"{where} drops values at random, as in training", line)
+    ours = [dotted(path) or type(node).__name__ for path, node in _graph.nodes(model) if _normalizes_batch(node)]
+    theirs = [name or type(inner).__name__ for name, inner in torch_module.named_modules() if _torch_batch(inner)]
+    if bool(ours) == bool(theirs):
+        return None
+    where, other = (ours[0], "PyTorch") if ours else (f"PyTorch's {theirs[0]}", "the model")
+    line = "model.eval()" if ours else "torch_module.eval()"
+    return Reason(f"{where} normalizes by the batch, as in training, {other} by the running statistics", line)
+
+
+def _drops(node: Any) -> bool:
+    rate = getattr(node, "rate", 0) if isinstance(node, nnx.Dropout) else getattr(node, "dropout_rate", 0)
+    is_layer = isinstance(node, (nnx.Dropout, nnx.MultiHeadAttention))
+    return is_layer and bool(rate) and not getattr(node, "deterministic", True)
+
+
+def _torch_drops(inner: Any) -> bool:
+    rate = getattr(inner, "p", 0) if "Dropout" in type(inner).__name__ else getattr(inner, "dropout", 0)
+    return bool(inner.training) and isinstance(rate, float) and rate > 0
+
+
+def _normalizes_batch(node: Any) -> bool:
+    return isinstance(node, nnx.BatchNorm) and not node.use_running_average
+
+
+def _torch_batch(inner: Any) -> bool:
+    is_norm = "BatchNorm" in type(inner).__name__
+    return is_norm and (bool(inner.training) or getattr(inner, "running_mean", 0) is None)
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def _of_parameters(pair: Pair, torch: Any) -> Reason | None:
+    """Compare the parameters as PyTorch lays them, where the layer's type is known."""
+    state = pair.module.state_dict()
+    try:
+        entries, _ = rule_for(type(pair.site.node)).write(pair.site)
+    except Refusal:
+        return None
+    for name, value in entries.items():
+        leaf = name.removeprefix(pair.site.prefix)
+        if leaf not in state or leaf == "num_batches_tracked":
+            continue
+        (theirs,) = kept_of_torch(state[leaf], torch)
+        mine = np.asarray(value).astype(np.float64)
+        if type(pair.module).__name__ == "Conv1D" and leaf == "weight":  # transformers': it has no transpose
+            mine = mine.T
+        if mine.shape != theirs.values.shape or _differ(mine, theirs.values, theirs.precision):
+            return _other_parameter(pair, leaf, mine, theirs.values)
+    return None
+
+
+def _differ(a: Any, b: Any, precision: float) -> bool:
+    difference, scale = difference_of(a, b)
+    return difference > max(_SAME_VALUES, 2 * precision) * scale
+
+
+def _other_parameter(pair: Pair, leaf: str, mine: Any, theirs: Any) -> Reason:
+    line = 'lm.load(model, torch_module.state_dict(), layout="torch") with the weights that are compared'
+    if mine.shape != theirs.shape:
+        return Reason(f"its {leaf} has shape {mine.shape}, PyTorch's {theirs.shape}", line)
+    if mine.ndim == 2 and mine.shape[0] == mine.shape[1] and not _differ(mine.T, theirs, 0):
+        return Reason(f"its {leaf} is PyTorch's transposed", 'lm.load(..., layout="torch"), which transposes kernels')
+    if mine.ndim >= 2 and not _differ(np.sort(mine, None), np.sort(theirs, None), 0):
+        return Reason(f"its {leaf} has PyTorch's numbers in another order: a flatten, a flip, or heads or gates")
+    difference, _ = difference_of(mine, theirs)
+    return Reason(f"its {leaf} is not PyTorch's: they differ by {difference:.3g}", line)
+
+
+def _of_dtype(pair: Pair) -> Reason | None:
+    dtype = pair.site.get("dtype")
+    if dtype is None or jax.numpy.dtype(dtype).itemsize >= 4:
+        return None
+    return Reason(f"it computes in {jax.numpy.dtype(dtype).name}", "dtype=jnp.float32")
+
+
+# ---------------------------------------------------------------- settings
+
+
+def settings(pair: Pair, shape: Sequence[int] = ()) -> Iterator[Reason]:
+    """Yield the settings of a layer that are not its counterpart's.
+
+    Args:
+        pair: The layer and its counterpart.
+        shape: The shape of its input, or () if it is not known.
+    """
+    node, module = pair.site.node, pair.module
+    yield from _epsilon(pair)
+    if isinstance(node, nnx.Conv) and hasattr(module, "stride") and not hasattr(module, "output_padding_mode"):
+        yield from _convolution(node, module, shape)
+    for ours, theirs in (("num_groups", "num_groups"), ("num_heads", "num_heads"), ("feature_group_count", "groups")):
+        a, b = pair.site.get(ours), getattr(module, theirs, None)
+        if isinstance(a, int) and isinstance(b, int) and a != b:
+            yield Reason(f"{ours}={a}, PyTorch has {theirs}={b}", f"{ours}={b}")
+
+
+def _epsilon(pair: Pair) -> Iterator[Reason]:
+    ours = pair.site.get("epsilon")
+    name = next((name for name in _TORCH_EPSILONS if isinstance(getattr(pair.module, name, None), float)), None)
+    if isinstance(ours, float) and name is not None and ours != getattr(pair.module, name):
+        theirs = getattr(pair.module, name)
+        yield Reason(f"epsilon={ours:g}, PyTorch has {name}={theirs:g}", f"epsilon={theirs:g}")
+
+
+def _convolution(node: nnx.Conv, module: Any, shape: Sequence[int]) -> Iterator[Reason]:
+    rank = len(node.kernel_size)
+    strides, dilation = _each(node.strides, rank), _each(node.kernel_dilation, rank)
+    theirs, apart = _each(module.stride, rank), _each(module.dilation, rank)
+    if strides != theirs:
+        yield Reason(f"strides={strides}, PyTorch has stride={theirs}", f"strides={theirs}")
+    if dilation != apart:
+        yield Reason(f"kernel_dilation={dilation}, PyTorch has dilation={apart}", f"kernel_dilation={apart}")
+    wanted = _torch_padding(module, apart, rank)
+    given = _padding(node, strides, dilation, shape)
+    if given is not None and given != wanted:
+        shown = f"padding={node.padding!r}" + (f" at strides {strides}" if max(strides) > 1 else "")
+        yield Reason(f"{shown} pads {given}, PyTorch {wanted}", f"padding={wanted}")
+
+
+def _each(value: Any, rank: int) -> tuple[int, ...]:
+    return (int(value or 1),) * rank if value is None or isinstance(value, int) else tuple(map(int, value))
+
+
+def _padding(
+    node: nnx.Conv, strides: Sequence[int], dilation: Sequence[int], shape: Sequence[int]
+) -> tuple[tuple[int, int], ...] | None:
+    """Return what a convolution pads; None if that depends on a size that is not known, or is no padding by zeros."""
+    padding, rank = node.padding, len(node.kernel_size)
+    if isinstance(padding, int):
+        return ((padding, padding),) * rank
+    if not isinstance(padding, str):
+        return tuple((p, p) if isinstance(p, int) else (int(p[0]), int(p[1])) for p in padding)
+    spatial = tuple(shape[-rank - 1 : -1])
+    if padding not in ("SAME", "VALID", "SAME_LOWER") or len(spatial) != rank:
+        return None
+    reach = [(k - 1) * d + 1 for k, d in zip(node.kernel_size, dilation, strict=True)]
+    return tuple((int(a), int(b)) for a, b in jax.lax.padtype_to_pads(spatial, reach, strides, padding))
+
+
+def _torch_padding(module: Any, dilation: Sequence[int], rank: int) -> tuple[tuple[int, int], ...]:
+    if module.padding == "valid":
+        return ((0, 0),) * rank
+    if module.padding == "same":
+        totals = [d * (k - 1) for d, k in zip(dilation, module.kernel_size, strict=True)]
+        return tuple((total // 2, total - total // 2) for total in totals)
+    return tuple((p, p) for p in ((module.padding,) * rank if isinstance(module.padding, int) else module.padding))

@@ -1,0 +1,108 @@
+"""The pages of docs/: their Python runs from top to bottom, their names exist, and nothing public is left out."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+
+import lazymods as lm
+import lazymods.nn as lazy_layers
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = {path.name: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+# These show what they print, or are followed step by step, in tests of their own.
+ELSEWHERE = {"autograd.md", "dispatch.md", "how-it-works.md"}
+
+
+def run(page: str, folder: Path) -> dict[str, Any]:
+    """Run a page's blocks of Python in order, in one namespace; tracebacks show the page's lines."""
+    names: dict[str, Any] = {"__name__": page.removesuffix(".md").replace("-", "_")}
+    text = PAGES[page]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for found in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text.count("\n", 0, found.start(1))
+            with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as users have them
+                exec(compile("\n" * line + found.group(1), page, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", [name for name in PAGES if name not in ELSEWHERE and "```python" in PAGES[name]])
+def test_its_python_runs(page: str, tmp_path: Path) -> None:
+    names = run(page, tmp_path)
+    if page == "index.md":
+        assert type(names["model"].fc1) is type(names["fresh"].fc1) is nnx.Linear
+        assert names["losses"][2] < names["losses"][0]
+    if page == "sizing.md":
+        layers = names["fresh"].fc1, names["fresh"].fc2
+        assert [(m.in_features, m.out_features) for m in layers] == [(784, 256), (256, 10)]
+    if page == "layers.md":
+        assert type(names["layer"]) is names["Projection"] and names["layer"].w.shape == (3, 4)
+    if page == "checkpoints.md":
+        assert names["state"]["step"] == 100 and names["result"] == ([], [], [])
+    if page == "compiling.md":
+        assert float(names["after"]) < float(names["before"]) and names["half"].tolist() == [1.0, 0.5]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_its_names_exist(page: str) -> None:
+    text = PAGES[page]
+    for name in re.findall(r"\blm\.([a-zA-Z]\w*)", text):
+        assert hasattr(lm, name), name
+    for name in re.findall(r"\bnnx\.([A-Za-z]\w+)", text):
+        assert hasattr(nnx, name), name
+    for path in re.findall(r"(?:examples|tests)/[\w/]+\.py", text):
+        assert (ROOT / path).is_file(), path
+    for path in re.findall(r"\]\(([\w-]+\.md)", text):
+        assert path in PAGES, path
+
+
+def test_the_site_has_every_page() -> None:
+    listed = re.findall(r"^  - .+: (.+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(PAGES)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = set(re.findall(r"^::: lazymods\.([\w.]+)$", PAGES["reference.md"], re.MULTILINE))
+    layers = {name for name in dir(lazy_layers) if name.startswith("Lazy")}
+    assert "nn" in listed  # with all its layers
+    public = set(dir(lm)) - layers - {"nn", "__version__"}
+    parts = {"autograd", "dispatch", "lazytensor"}
+    assert public - parts == {name for name in listed if "." not in name} - {"nn"}
+    for part in parts:
+        module = getattr(lm, part)
+        own = {n for n in dir(module) if getattr(getattr(module, n), "__module__", "").startswith(f"lazymods.{part}")}
+        shown = {name.partition(".")[2] for name in listed if name.startswith(f"{part}.")}
+        assert {name for name in own if not name.startswith("_")} == shown
+
+
+def test_every_layer_has_a_row() -> None:
+    text = PAGES["layers.md"]
+    shown = set(re.findall(r"\b(Lazy\w+)(?=[(`/])", text[: text.index("## A lazy layer of your own")]))
+    layers = {name for name in dir(lazy_layers) if name.startswith("Lazy")}
+    ranked = {name for name in layers if re.search(r"\dd$", name)}
+    assert layers - ranked == {name for name in shown if not re.search(r"\dd$", name)}
+    assert {name[:-2] for name in ranked} == {"LazyConv", "LazyConvTranspose", "LazyBatchNorm", "LazyInstanceNorm"}
+
+
+def test_errors_are_shown_as_they_are(tmp_path: Path) -> None:
+    names = run("errors.md", tmp_path)
+    (shown,) = re.findall(r"^```pycon\n>>> (.+?)\n(.+?)^```$", PAGES["errors.md"], re.MULTILINE | re.DOTALL)
+    with pytest.raises(lm.LazyError) as caught:
+        eval(shown[0], names)
+    assert f"{caught.type.__module__}.{caught.type.__name__}: {caught.value}\n" == shown[1]
+
+
+def test_every_error_has_a_row() -> None:
+    unlisted = {"LazyError"}  # the base
+    errors = {name for name in dir(lm) if name.endswith("Error")} - unlisted
+    rows = re.findall(r"^\| `(\w+Error)` \| (.+?) \|", PAGES["errors.md"], re.MULTILINE)
+    assert {name for name, _ in rows} == errors
+    for name, bases in rows:
+        shown = {base.rpartition(".")[2] for base in re.findall(r"`([\w.]+)`", bases)}
+        assert shown
+        assert shown < {cls.__name__ for cls in getattr(lm, name).__mro__}
