@@ -53,7 +53,7 @@ def load(
     """Load a checkpoint into a model, lazy or not.
 
     Lazy layers take their sizes from the file and become their classes at once; nothing is traced, initialized or
-    run. Bytes go to the device once: on a CPU the parameters are the mapped file itself wherever its tensors are
+    run (but for one run without values where a ``flatten`` may have been forgotten). Bytes go to the device once: on a CPU the parameters are the mapped file itself wherever its tensors are
     aligned, as in every file that :func:`save` writes. All or nothing: if anything is wrong, all of it is told and the
     model is as it was.
 
