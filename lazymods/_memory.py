@@ -49,16 +49,29 @@ def transfer(incoming: Sequence[Incoming], advance: Callable[[int], None] | None
         advance: Called with the number of bytes, from several threads, whenever some have been copied.
     """
     device = default_device()
-    on_cpu = device.platform == "cpu"
-    ready: list[Array] = [item.value for item in incoming]
-    copies = [i for i, item in enumerate(incoming) if not _as_it_lies(item, on_cpu)]
-    for i, array in zip(copies, _copied([incoming[i] for i in copies], advance), strict=True):
-        ready[i] = array
+    ready = prepared(incoming, advance, on_cpu=device.platform == "cpu")
     spread = _over_the_mesh()
     explicit = {i: item.sharding or spread for i, item in enumerate(incoming) if item.sharding or spread}
     placed = dict(zip(explicit, jax.device_put([ready[i] for i in explicit], list(explicit.values())), strict=True))
     rest = iter(_compat.device_put([a for i, a in enumerate(ready) if i not in explicit], device))
     return [placed[i] if i in placed else next(rest) for i in range(len(ready))]
+
+
+def prepared(
+    incoming: Sequence[Incoming], advance: Callable[[int], None] | None = None, *, on_cpu: bool = True
+) -> list[Array]:
+    """Return arrays as they can be handed over: cast, and in memory that JAX may take over.
+
+    Args:
+        incoming: The arrays.
+        advance: Called with the number of bytes, from several threads, whenever some have been copied.
+        on_cpu: Whether they go to a CPU, which takes over aligned memory only.
+    """
+    ready: list[Array] = [item.value for item in incoming]
+    copies = [i for i, item in enumerate(incoming) if not as_it_lies(item, on_cpu)]
+    for i, array in zip(copies, _copied([incoming[i] for i in copies], advance), strict=True):
+        ready[i] = array
+    return ready
 
 
 def _over_the_mesh() -> Any:
@@ -76,7 +89,8 @@ def default_device() -> Any:
     return device or jax.local_devices()[0]
 
 
-def _as_it_lies(item: Incoming, on_cpu: bool) -> bool:
+def as_it_lies(item: Incoming, on_cpu: bool = True) -> bool:
+    """Whether JAX can take an array over without a copy."""
     value = item.value
     if not (item.owned and value.dtype == item.dtype and value.flags.c_contiguous):
         return False

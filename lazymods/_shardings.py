@@ -39,12 +39,14 @@ def mesh_for(mesh: Mesh | AbstractMesh | None, rules: Rules | None, device: Any 
     """Return the mesh to place parameters on: the one that was given, else that of ``jax.set_mesh``, else None.
 
     Raises:
-        ArgumentError: If there are rules and no mesh, or both a mesh and a device.
+        ArgumentError: If there are rules and no mesh, both a mesh and a device, or a mesh without devices.
     """
     if mesh is not None and device is not None:
         raise _wrong("device=", "both mesh= and device=", "one of them: a mesh names its devices", "leave out device=")
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise _wrong("mesh=", f"a {type(mesh).__name__}", "a jax.sharding.Mesh", "mesh=jax.make_mesh((8,), ('data',))")
+    if mesh is not None and (mesh.empty or not mesh.size):
+        raise _wrong("mesh=", "an empty mesh", "a mesh of one device at least", "mesh=jax.make_mesh((8,), ('data',))")
     if mesh is None and device is None and _compat.current_trace() is _compat.eval_trace():
         current = jax.sharding.get_mesh()
         mesh = None if current.empty else current

@@ -133,3 +133,14 @@ def test_own_kernel(capsys: pytest.CaptureFixture[str]):
     assert table["CUDA"].key == table["AutogradCUDA"].key == "CompositeImplicitAutograd"
     assert accuracy > 0.9
     assert "AutogradCPU    [backend fallback]" in capsys.readouterr().out
+
+
+def test_plan_on_a_laptop(capsys: pytest.CaptureFixture[str]):
+    on_a_device, table = load("plan_on_a_laptop").main(blocks=2)
+    norms = 5 * 8192 * 4
+    matrices = 2 * (2 * 128256 * 8192 + 2 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672))
+    assert on_a_device == [matrices // parts + norms for parts in (1, 4, 64)]
+    assert table.splitlines()[0].split()[-7:] == ["sharding", "on", "a", "device", "gradients", "optimizer", "init"]
+    out = capsys.readouterr().out
+    assert "split in 64: " in out
+    assert "blocks.0.down" in out

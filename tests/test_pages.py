@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {path.name: path.read_text() for path in sorted(DOCS.glob("*.md"))}
 # These show what they print, or are followed step by step, in tests of their own.
-ELSEWHERE = {"autograd.md", "dispatch.md", "how-it-works.md"}
+ELSEWHERE = {"autograd.md", "devices.md", "dispatch.md", "how-it-works.md", "porting.md", "stack.md"}
 
 
 def run(page: str, folder: Path) -> dict[str, Any]:

@@ -42,6 +42,12 @@ def test_models_are_what_the_comments_say(namespace: dict[str, Any]):
         assert found == [(nnx.Linear, 784, 256), (nnx.Linear, 256, 10)]
 
 
+def test_the_table_is_shown_as_it_is(namespace: dict[str, Any]):
+    ((_, shown),) = blocks("text")
+    report = lm.infer_shapes(namespace["MLP"](rngs=nnx.Rngs(0)), namespace["spec"])
+    assert [line.rstrip() for line in str(report).splitlines()] == shown.splitlines()
+
+
 def test_errors_are_shown_as_they_are(namespace: dict[str, Any]):
     ((_, block),) = blocks("pycon")
     call, shown = block.removeprefix(">>> ").split("\n", 1)

@@ -43,3 +43,8 @@ def transforms_running() -> bool:
 def mapping_axes(node: Any) -> list[Any]:
     """Return no axes: :func:`carrying_transforms` has refused it."""
     return []
+
+
+def will_update(node: Any) -> bool:
+    """Say that none does: nothing is known of the transforms that are running."""
+    return False

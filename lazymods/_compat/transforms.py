@@ -74,6 +74,12 @@ def transforms_running() -> bool:
     return bool(graphlib.GRAPH_CONTEXT.update_context_stacks)
 
 
+def will_update(node: Any) -> bool:
+    """Whether a running nnx transform has ``node`` as an argument, to which it returns at its end what it had then."""
+    contexts = [context for stack in graphlib.GRAPH_CONTEXT.update_context_stacks.values() for context in stack]
+    return any([c.outer_ref_outer_index is not None and node in c.outer_ref_outer_index for c in contexts])
+
+
 def mapping_axes(node: Any) -> list[Any]:
     """Return the axes over which the running nnx.vmap and nnx.pmap calls map the arguments that hold ``node``.
 

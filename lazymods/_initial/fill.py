@@ -9,7 +9,7 @@ import collections
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +70,7 @@ class InitBatch:
         self.requests = requests
         self.made: dict[int, Drawn | Constant] = {}
         self.runs: dict[int, Run] = {}
+        self._unknown = {i for i, r in enumerate(requests) if not calling and r is not None and _must_be_called(r)}
         for i, request in enumerate(requests):
             how = None if request is None else _made(request, calling)
             if isinstance(how, Run):
@@ -94,8 +95,8 @@ class InitBatch:
         return out
 
     def made_whole(self) -> list[bool]:
-        """Say of each parameter whether it must be made whole, before devices get their parts of it."""
-        return [i not in self.made for i in range(len(self.requests))]
+        """Say of each parameter whether it is known that it must be made whole, before devices get their parts."""
+        return [i not in self.made and i not in self._unknown for i in range(len(self.requests))]
 
     def fill(self, shardings: Sequence[Any] = ()) -> list[jax.Array | None]:
         """Compute all in one go; None for each that is not known to come out as its initializer would give it.
@@ -105,8 +106,11 @@ class InitBatch:
         """
         places = list(shardings) or [None] * len(self.requests)
         out: list[jax.Array | None] = [None] * len(self.requests)
-        for i, run in self.runs.items():
-            value = _do_again(self.requests[i], run)
+        spread = {i: places[i] for i, run in self.runs.items() if _may_be_spread(run, places[i])}
+        for i, value in self._spread(spread).items():
+            out[i] = value
+        for i in [i for i in self.runs if i not in spread]:
+            value = _do_again(self.requests[i], self.runs[i])
             out[i] = value if places[i] is None else shards.put(value, places[i])
         device = _device() if self.made else None
         if device is None:
@@ -135,6 +139,16 @@ class InitBatch:
             else:
                 out[i] = shards.assembled(request.out_shape, request.out_dtype, places[i], pieces.get(i, []))
         return out
+
+    def _spread(self, places: Mapping[int, Any]) -> dict[int, jax.Array]:
+        """Do what initializers did under one jit, whose results are made where they go."""
+
+        def make(keys: dict[int, Array]) -> dict[int, Any]:
+            return {i: _do_again(self.requests[i], self.runs[i], key) for i, key in keys.items()}
+
+        requests = {i: r for i in places if (r := self.requests[i]) is not None}
+        keys = {i: np.array(r.key, np.uint32) for i, r in requests.items()}
+        return jax.jit(make, out_shardings=dict(places))(keys) if keys else {}
 
     def _jobs(
         self, parts: Sequence[Part], buffers: Sequence[Array]
@@ -192,6 +206,12 @@ def _device() -> Any:
     return device if _compat.executing() and device.platform in MANY else None
 
 
+def _must_be_called(request: InitRequest) -> bool:
+    """Whether what an initializer does is known only when it has been called."""
+    init = request.init
+    return request.key is not None and not isinstance(init, Constant) and not _compat.is_jax_initializer(init)
+
+
 def _made(request: InitRequest, calling: bool) -> Drawn | Constant | Run | None:
     init, size = request.init, math.prod(request.shape)
     if isinstance(init, Constant):
@@ -210,10 +230,18 @@ def _made(request: InitRequest, calling: bool) -> Drawn | Constant | Run | None:
     return made or (run if request.key is not None else None)
 
 
-def _do_again(request: InitRequest | None, run: Run) -> Any:
+def _may_be_spread(run: Run, place: Any) -> bool:
+    """Whether XLA may split what an initializer does over a mesh: not on a CPU, where that would change its bits."""
+    if place is None or isinstance(run.out, np.ndarray) or place.mesh.devices.flat[0].platform == "cpu":
+        return False
+    current = jax.sharding.get_abstract_mesh()
+    return current.empty or current == place.mesh.abstract_mesh
+
+
+def _do_again(request: InitRequest | None, run: Run, data: Any = None) -> Any:
     assert request is not None and request.key is not None
-    key = jax.random.wrap_key_data(jnp.asarray(np.array(request.key, np.uint32)), impl="threefry2x32")
-    value = run.on(key)
+    data = np.array(request.key, np.uint32) if data is None else data
+    value = run.on(jax.random.wrap_key_data(jnp.asarray(data), impl="threefry2x32"))
     if not isinstance(value, np.ndarray):
         value = jnp.asarray(value)
     if value.shape != request.out_shape:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymods import _compat, _memory
+from lazymods import _compat
 
 _LARGE = 1 << 20  # bytes
 
@@ -57,12 +57,15 @@ class Sender:
             self._sent[number] = self._pool.submit(_send, array, self._devices[number])
 
     def send(self, arrays: Sequence[Array]) -> list[list[jax.Array]]:
-        """Send what was not sent yet; return all, on each of their devices."""
+        """Send what was not sent yet; return all, on each of their devices.
+
+        CPUs that hold the same share its memory: what JAX took over it never writes, also if it is donated.
+        """
         out: list[list[jax.Array]] = [[] for _ in arrays]
         waiting: dict[Any, list[tuple[int, Array]]] = {}
         for number, array in enumerate(arrays):
-            for i, device in enumerate(self._devices[number] if number not in self._sent else ()):
-                waiting.setdefault(device, []).append((number, array if i == 0 else _another(array, device)))
+            for device in self._devices[number] if number not in self._sent else ():
+                waiting.setdefault(device, []).append((number, array))
         for device, items in waiting.items():
             sent = _compat.device_put([array for _, array in items], device)
             for (number, _), array in zip(items, sent, strict=True):
@@ -74,15 +77,6 @@ class Sender:
 
 def _send(array: Array, devices: Sequence[Any]) -> list[jax.Array]:
     return [_compat.device_put([array], device)[0] for device in devices]
-
-
-def _another(array: Array, device: Any) -> Array:
-    """Return memory for one more device: a CPU takes it over, and may write to what it was donated."""
-    if device.platform != "cpu":
-        return array
-    copy = _memory.empty(array.shape, array.dtype)
-    copy[...] = array
-    return copy
 
 
 def _touch(arrays: Sequence[Array]) -> None:

@@ -7,6 +7,7 @@ and by what is left out of an axis whenever the part's end of that axis is passe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -66,6 +67,37 @@ def _part(request: int, shape: Shape, ends: Sequence[tuple[int, int]], devices: 
     return Part(request, tuple([last - first for first, last in ends]), start, tuple(skips), devices)
 
 
+def of_each(sharding: Any, sizes: Sequence[int]) -> list[Any]:
+    """Return where each of several values goes that are to lie along the first axes of one.
+
+    Args:
+        sharding: Where that one goes, a ``NamedSharding``; None: to the default device, as each of them does.
+        sizes: The lengths of these axes.
+    """
+    count = math.prod(sizes)
+    if sharding is None:
+        return [None] * count
+    spec = (*sharding.spec, *[None] * (len(sizes) - len(sharding.spec)))
+    split = [part if isinstance(part, tuple) else () if part is None else (part,) for part in spec[: len(sizes)]]
+    return [_of_one(sharding, spec[len(sizes) :], split, sizes, np.unravel_index(i, sizes)) for i in range(count)]
+
+
+def _of_one(sharding: Any, rest: Any, split: Sequence[Any], sizes: Sequence[int], at: Sequence[Any]) -> Any:
+    """Return where one of several values goes: to the devices that hold it, whose mesh has the other axes."""
+    mesh = sharding.mesh
+    chosen: dict[str, int] = {}
+    for names, size, number in zip(split, sizes, at, strict=True):
+        lengths = [mesh.shape[name] for name in names]
+        block = int(number) * math.prod(lengths) // size
+        chosen |= dict(zip(names, map(int, np.unravel_index(block, lengths)), strict=True)) if names else {}
+    if not chosen:
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*rest), memory_kind=sharding.memory_kind)
+    devices = mesh.devices[tuple([chosen.get(name, slice(None)) for name in mesh.axis_names])]
+    left = tuple([name for name in mesh.axis_names if name not in chosen])
+    own = jax.sharding.Mesh(devices if left else np.array([devices]), left or ("one",))
+    return jax.sharding.NamedSharding(own, jax.sharding.PartitionSpec(*rest), memory_kind=sharding.memory_kind)
+
+
 def assembled(shape: Shape, dtype: Any, sharding: Any, arrays: Sequence[jax.Array]) -> jax.Array:
     """Return the value whose parts on the devices of this process are these."""
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)
@@ -74,8 +106,10 @@ def assembled(shape: Shape, dtype: Any, sharding: Any, arrays: Sequence[jax.Arra
 def put(value: Any, sharding: Any) -> Any:
     """Bring a value that each process has to its place on a mesh; what is no array, or is there already, stays.
 
-    No process asks another for anything.
+    No process asks another for anything. Of an array without values it is noted where it goes.
     """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     if not isinstance(value, (jax.Array, np.ndarray)) or _compat.is_tracer(value):
         return value
     if isinstance(value, jax.Array) and value.committed and is_at(value, sharding):

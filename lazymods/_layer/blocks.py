@@ -7,22 +7,22 @@ share, as rngs that each of them keeps, stays one and without that axis.
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem
-from lazymods._graph import ARRAY, MAPPING, NODE, OTHER, PYTREE, STATE, VARIABLE, Path, dotted, kind_of
+from lazymods._graph import ARRAY, NODE, OTHER, STATE, VARIABLE, Path, dotted, kind_of
 from lazymods._initial.pending import PendingInit, leaves_of
 from lazymods._initial.stacking import Stacking
 from lazymods._layer import stacked_values
 from lazymods._layer.building import LazyState
 from lazymods._layer.config import LayerConfig
+from lazymods._layer.copying import copied, rebuilt
 from lazymods._layer.formulas import same_static
 from lazymods._layer.lifecycle import TRANSIENT
 
@@ -30,62 +30,18 @@ LAYERS = "layers"  # metadata of caches and intermediates of a stack that have t
 _AXES = "out_sharding"  # metadata with a name for each axis of the value
 
 
-# ---------------------------------------------------------------- copying
-
-
-def copied(value: Any, leaf: Callable[[Any], Any], memo: dict[int, Any]) -> Any:
-    """Copy nnx objects and containers, as they are shared and in the order of their attributes.
-
-    Args:
-        value: An nnx object, a container, or what is in one.
-        leaf: Returns what takes the place of a Variable or an array.
-        memo: What is copied already, by the id of the original; it gets all others.
-    """
-    kind = kind_of(value)
-    if kind is OTHER:
-        return value
-    if id(value) in memo:
-        return memo[id(value)]
-    if kind is NODE:
-        memo[id(value)] = made = _compat.new_object(type(value))
-        own = {_compat.STATE: vars(made)[_compat.STATE]}
-        held = {k: copied(v, leaf, memo) for k, v in vars(value).items() if k not in (_compat.STATE, _compat.NODES)}
-        _compat.set_attributes(made, own | held)
-        _compat.share_data_names(made, _compat.names_of(value))
-        return made
-    memo[id(value)] = made = leaf(value) if kind <= ARRAY else None
-    if made is None:
-        new = {k: copied(v, leaf, memo) for k, v in _graph.children(value, kind)}
-        memo[id(value)] = made = rebuilt(value, kind, new)
-    return made
-
-
-def rebuilt(value: Any, kind: Any, new: dict[Any, Any]) -> Any:
-    """Return a container of the same type with other contents, by the keys of ``_graph.children``."""
-    if kind is PYTREE:
-        return jax.tree.structure(value, is_leaf=lambda x: x is not value).unflatten(list(new.values()))
-    if isinstance(value, (list, MutableMapping)):
-        made = copy.copy(value)
-        for key, item in new.items():
-            made[key] = item
-        return made
-    if kind is MAPPING:
-        return type(value)(new)
-    made = tuple.__new__(type(value), new.values())
-    if hasattr(made, "__dict__"):
-        vars(made).update(vars(value))
-    return made
-
-
 # ---------------------------------------------------------------- one of many
 
 
-def join(blocks: Sequence[Any], shared: Sequence[Any] = ()) -> tuple[Any, tuple[Path, ...]]:
+def join(
+    blocks: Sequence[Any], shared: Sequence[Any] = (), places: Mapping[str, Any] | None = None
+) -> tuple[Any, tuple[Path, ...]]:
     """Make one block of several.
 
     Args:
         blocks: Blocks of one structure, which differ in the values of their Variables and arrays alone.
         shared: Objects that are shared if a block has them, also if there is only one block.
+        places: Where the values of all go, by their names in a block; those of others stay where they are.
 
     Returns:
         The block, and the paths of what all of them share.
@@ -93,7 +49,7 @@ def join(blocks: Sequence[Any], shared: Sequence[Any] = ()) -> tuple[Any, tuple[
     Raises:
         LazyError: If they differ in anything else; it lists every such place.
     """
-    joining = _Joining(shared)
+    joining = _Joining(shared, places or {})
     made = joining.join(blocks, ())
     if joining.problems:
         raise LazyError(*joining.problems, heading="These blocks are not equal, so they can't be one:")
@@ -103,7 +59,8 @@ def join(blocks: Sequence[Any], shared: Sequence[Any] = ()) -> tuple[Any, tuple[
 class _Joining:
     """Makes one object of several, at each place of a block."""
 
-    def __init__(self, shared: Sequence[Any]) -> None:
+    def __init__(self, shared: Sequence[Any], places: Mapping[str, Any]) -> None:
+        self._places = places
         self.shared: list[Path] = []
         self.problems: list[Problem] = []
         self._memo: dict[int, tuple[tuple[int, ...], Any]] = {}
@@ -122,7 +79,7 @@ class _Joining:
             self._differ(path, " and ".join(cls.__name__ for cls in classes))
             return first
         ids = tuple(map(id, values))
-        if kind in (VARIABLE, NODE) and len(set(ids)) == 1 and (len(ids) > 1 or ids[0] in self._known):
+        if kind in (VARIABLE, NODE) and len(set(ids)) == 1 and (len(values) > 1 or id(first) in self._known):
             self.shared.append(path)
             return first
         if id(first) in self._memo:
@@ -155,7 +112,7 @@ class _Joining:
         first = nodes[0]
         own = (_compat.STATE, _compat.NODES, STATE)
         names = [[k for k in vars(n) if k not in own] for n in nodes]
-        if any(set(n) != set(names[0]) or (STATE in vars(o)) != (STATE in vars(first)) for n, o in zip(names, nodes)):
+        if any(set(n) != set(names[0]) for n in names) or len({STATE in vars(n) for n in nodes}) > 1:
             self._differ(path, f"a {type(first).__name__} of other attributes in each")
             return
         attributes = {_compat.STATE: vars(made)[_compat.STATE]}
@@ -217,7 +174,7 @@ class _Joining:
         if len(kinds) > 1:
             self._differ(path, " and ".join(kinds))
             return values[0]
-        return stacked_values.stack(values)
+        return stacked_values.stack(values, self._places.get(dotted(path)))
 
     def _differ(self, path: Path, got: str) -> None:
         where = dotted(path) or "a block"
@@ -324,8 +281,19 @@ def parts_of(whole: Any, n: int, shared: Sequence[Path], *, abstract: bool = Fal
         return [copied(whole, functools.partial(leaf, i), dict(same)) for i in range(n)]
 
 
+def raw_of(owner: Any) -> Any:
+    """Return the value of a Variable, or an array itself."""
+    return owner if kind_of(owner) is ARRAY else owner.get_raw_value()
+
+
+def places_of(whole: Any) -> dict[str, Any]:
+    """Return where the values of all blocks are, by their names in a block; of those that are bound to a place."""
+    found = {e.name: raw_of(e.value) for e in _graph.entries(whole)}
+    return {name: place for name, raw in found.items() if (place := stacked_values.place_of(raw)) is not None}
+
+
 def _values_of(owner: Any, n: int, abstract: bool) -> list[Any]:
-    raw = owner if kind_of(owner) is ARRAY else owner.get_raw_value()
+    raw = raw_of(owner)
     if isinstance(raw, PendingInit):
         return [part_of_pending(raw, i) for i in range(n)]
     if has_no_layers(owner):

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from lazymods import _compat, _graph
 from lazymods._counts import COUNTS
@@ -30,14 +28,15 @@ from lazymods._errors import Problem, ShapeInferenceError, UninitializedError
 from lazymods._graph import STATE, Path
 from lazymods._initial import draws, placement
 from lazymods._initial.pending import PendingInit
-from lazymods._initial.stacking import Stackings
-from lazymods._layer import stacked_values
+from lazymods._initial.stacking import Stacking, Stackings
 from lazymods._layer.abstract_module import AbstractModule, Slot
 from lazymods._layer.config import ConstructorInit, LayerConfig
+from lazymods._layer.copying import copied
 from lazymods._layer.drawing import note_draws
 from lazymods._layer.formulas import ShapeFormulas
 from lazymods._layer.held import check_held, shape_of, stackings
 from lazymods._layer.merging import has_other_metadata, merge, put, renew_metadata
+from lazymods._layer.pending_values import PendingValues
 from lazymods._layer.placeholder import UninitializedArray, UninitializedVariable
 from lazymods._layer.structure import conform, has_other_slots, renew_random_state
 
@@ -62,8 +61,36 @@ def own_slots(layer: Any, abstract: AbstractModule) -> dict[Path, tuple[Any, Any
 
 
 def modules_of(layer: Any) -> dict[str, Any]:
-    """The modules that a lazy layer was given, by argument name."""
-    return {argument: _graph.at(layer, path) for argument, path in vars(layer)[STATE].given.items()}
+    """The modules that a lazy layer was given, by argument name; in a stack, one of each of those."""
+    given = {argument: _graph.at(layer, path) for argument, path in vars(layer)[STATE].given.items()}
+    stacking = stackings(layer).common if given else None
+    if stacking is None or not stacking.sizes:
+        return given
+    return {argument: _one_of(module, stacking) for argument, module in given.items()}
+
+
+def _one_of(module: Any, stacking: Stacking) -> Any:
+    """Return a module as it is in one of the models that are stacked, for a constructor to look at."""
+
+    def leaf(owner: Any) -> Any:
+        raw = owner.get_raw_value() if isinstance(owner, nnx.Variable) else owner
+        if isinstance(raw, PendingInit):
+            one = PendingInit.build(raw.source, raw.element, raw.dtype, raw.label, raw.keys_of_each()[0])
+        else:
+            one = jax.tree.map(lambda a: _first(a, stacking), raw)
+        return one if raw is owner else _compat.new_variable(type(owner), one, dict(_compat.raw_metadata(owner)))
+
+    return copied(module, leaf, {})
+
+
+def _first(array: Any, stacking: Stacking) -> Any:
+    part = stacking.part(np.shape(array))
+    if part is None or len(part) == np.ndim(array):
+        return array
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(part, array.dtype)
+    axes = stacking.axes(len(part))
+    return array[tuple([0 if axis in axes else slice(None) for axis in range(np.ndim(array))])]
 
 
 def fill(layer: Any, values: Mapping[str, Any], *, traced_zeros: bool = False) -> AbstractModule:
@@ -169,74 +196,6 @@ def _own(spec: LayerConfig, empty: Mapping[Path, Any]) -> dict[Path, Any]:
         if isinstance(source, ConstructorInit) and source.spec == spec and source.path == path:
             own[path] = variable
     return own
-
-
-class PendingValues:
-    """What the kernels of ``lazymods._initial`` compute of the placeholders of some layers.
-
-    Args:
-        layers: AbstractModule and placeholders of each.
-        calling: Whether initializers of users may be called.
-    """
-
-    def __init__(self, layers: Sequence[tuple[AbstractModule, Mapping[Path, Any]]], calling: bool = True) -> None:
-        self.layers, self._calling = layers, calling
-        places = [(i, path, own[path].pending) for i, (_, own) in enumerate(layers) for path in own]
-        self._places = [(i, path) for i, path, pending in places if _is_whole_or_in_front(pending)]
-        self._plan = self._planned() if self._places and _compat.executing() else None
-
-    def _planned(self) -> Any:
-        from lazymods._initial.fill import InitBatch
-        from lazymods._layer.init_requests import request  # on first use: a model that is loaded never draws
-
-        known: dict[int, Any] = {}
-        requests, alive = [], []
-        for i, path in self._places:
-            abstract, own = self.layers[i]
-            pending = own[path].pending
-            for keys in pending.keys_of_each():
-                alive.append(keys)  # known has their identities
-                requests.append(request(abstract, abstract.slots[path], keys, pending.dtype, known))
-        return InitBatch(requests, self._calling)
-
-    def describe(self) -> tuple[dict[int, tuple[str, bool]], int]:
-        """Say how each value is made, and whether as a whole, by its placeholder's id; and how many kernels draw."""
-        if self._plan is None:
-            return {}, 0
-        said = self._each(zip(self._plan.describe(), self._plan.made_whole(), strict=True))
-        return {id(self.layers[i][1][path]): found[0] for i, path, found in said}, len(self._plan.kernels())
-
-    def _each(self, found: Iterable[Any]) -> Iterator[tuple[int, Path, list[Any]]]:
-        """Return what was found for the values of each place: several, where layers are stacked."""
-        rest = iter(found)
-        for i, path in self._places:
-            count = math.prod(self.layers[i][1][path].pending.stacking.sizes)
-            yield i, path, list(itertools.islice(rest, count))
-
-    def _shardings(self) -> Iterator[Any]:
-        """Return where each value goes; of layers that are stacked, where each layer's part of it goes."""
-        for i, path in self._places:
-            placeholder = self.layers[i][1][path]
-            sizes, place = placeholder.pending.stacking.sizes, placement.place_of(placeholder)
-            if place is not None and sizes:
-                place = NamedSharding(place.mesh, PartitionSpec(*place.spec[len(sizes) :]))
-            yield from itertools.repeat(place, math.prod(sizes))
-
-    def run(self) -> list[dict[Path, Any]]:
-        """Compute what is known to come out as the layers themselves would make it, by layer and path."""
-        out: list[dict[Path, Any]] = [{} for _ in self.layers]
-        made = self._plan.fill(list(self._shardings())) if self._plan is not None else ()
-        for i, path, arrays in self._each(made) if made else ():
-            if not any(array is None for array in arrays):
-                sizes = self.layers[i][1][path].pending.stacking.sizes
-                out[i][path] = stacked_values.stack(arrays).reshape(*sizes, *arrays[0].shape) if sizes else arrays[0]
-        return out
-
-
-def _is_whole_or_in_front(pending: PendingInit) -> bool:
-    """Whether a value is that of one layer, or those of several lie along the first axes, none of which is empty."""
-    stacking = pending.stacking
-    return all(stacking.marks[: len(stacking.sizes)]) and _compat.are_concrete(pending.leaves)
 
 
 # ---------------------------------------------------------------- many layers at once

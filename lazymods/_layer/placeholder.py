@@ -250,7 +250,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         metadata = self.get_metadata()
         place = placement.place_of(self)
         if isinstance(self.pending.source, InitSource):  # as if constructed with that value
-            own = {} if place is None else {k: v for k, v in metadata.items() if k == "eager_sharding"}
+            elsewhere = place is not None or _graph.LOCAL.session is not None
+            own = {k: v for k, v in metadata.items() if k == "eager_sharding" and elsewhere}
             twin = self.target(value, **metadata | dict.fromkeys(own, False))
             value, metadata = twin.get_raw_value(), twin.get_metadata() | own
         elif place is None and metadata.get("out_sharding") and metadata["eager_sharding"] and not _graph.LOCAL.session:

@@ -11,6 +11,7 @@ import numpy as np
 
 from lazymods import _compat, _memory
 from lazymods._errors import describe as _describe
+from lazymods._initial import shards
 from lazymods._initial.keys import is_key
 
 
@@ -19,9 +20,23 @@ def describe(value: Any) -> str:
     return _describe(value if hasattr(value, "dtype") else jnp.asarray(value))
 
 
-def stack(values: Sequence[Any]) -> Any:
-    """Stack arrays of one shape and dtype along a new first axis: also keys, those of numpy, and shapes alone."""
+def stack(values: Sequence[Any], place: Any = None) -> Any:
+    """Stack arrays of one shape and dtype along a new first axis: also keys, those of numpy, and shapes alone.
+
+    Args:
+        values: The arrays.
+        place: Where the result goes, a sharding; None: where they are.
+    """
     first = values[0]
+    if not isinstance(first, jax.Array) or not _compat.are_concrete(values) or is_key(first):
+        place = None
+    elif place is None:
+        place = _common_place(values)
+    if isinstance(place, jax.sharding.NamedSharding):
+        each = shards.of_each(place, (len(values),))
+        return stack_at([shards.put(v, s) for v, s in zip(values, each, strict=True)], (len(values),), place)
+    if place is not None:
+        return jax.device_put(stack([jax.device_put(v, place) for v in values]), place)
     if isinstance(first, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(values), *first.shape), first.dtype)
     if all(isinstance(v, np.ndarray) for v in values):
@@ -37,6 +52,26 @@ def stack(values: Sequence[Any]) -> Any:
         return _put(np.stack([np.asarray(v) for v in values], out=whole), first)
 
 
+def stack_at(arrays: Sequence[jax.Array], sizes: Sequence[int], place: Any = None) -> jax.Array:
+    """Stack arrays along new first axes of some sizes.
+
+    Args:
+        arrays: The arrays, each where ``shards.of_each`` says.
+        sizes: The lengths of the axes.
+        place: Where the result goes, a ``NamedSharding``: each device stacks what it holds. None: where they are.
+    """
+    shape = (*sizes, *arrays[0].shape)
+    if place is None:
+        return stack(arrays).reshape(shape)
+    held: dict[Any, list[Any]] = {}
+    for array in arrays:
+        for shard in array.addressable_shards:
+            held.setdefault(shard.device, []).append(shard.data)
+    own = place.shard_shape(shape)
+    pieces = [stack(held[device]).reshape(own) for device in place.addressable_devices]
+    return shards.assembled(shape, arrays[0].dtype, place, pieces)
+
+
 def parts(tree: Any, n: int, *, abstract: bool = False) -> list[Any]:
     """Return what lies along the first axis of the arrays of a pytree, one by one; ``abstract``: their shapes."""
     leaves, structure = jax.tree.flatten(tree)
@@ -45,12 +80,14 @@ def parts(tree: Any, n: int, *, abstract: bool = False) -> list[Any]:
 
 
 def _parts(array: Any, n: int, abstract: bool) -> list[Any]:
-    if isinstance(array, jax.ShapeDtypeStruct) or (abstract and isinstance(array, jax.Array)):
-        return [jax.ShapeDtypeStruct(array.shape[1:], array.dtype) for _ in range(n)]
+    if isinstance(array, jax.ShapeDtypeStruct) or (abstract and isinstance(array, jax.Array) and not is_key(array)):
+        return [jax.ShapeDtypeStruct(array.shape[1:], array.dtype, sharding=s) for s in _places_of_parts(array, n)]
     if isinstance(array, np.ndarray):
         return [array[i].copy() for i in range(n)]
     level = _compat.eval_trace() if _compat.are_concrete([array]) else _compat.current_trace()
     with _compat.at_trace(level):
+        if _is_spread(array):
+            return _spread_parts(array, n)
         if not _is_on_host(array):
             return [array[i] for i in range(n)] if is_key(array) else list(jnp.unstack(array))
         if is_key(array):
@@ -59,6 +96,45 @@ def _parts(array: Any, n: int, abstract: bool) -> list[Any]:
         host = np.asarray(array)
         where = array.sharding if array.committed else None
         return _memory.transfer([_memory.Incoming(host[i], host.dtype, where, False) for i in range(n)])
+
+
+def place_of(value: Any) -> Any:
+    """Return the sharding that an array is bound to; None if it is bound to none, or in a trace."""
+    is_here = isinstance(value, jax.Array) and _compat.are_concrete([value]) and not is_key(value)
+    return value.sharding if is_here and not value.is_deleted() and value.committed else None
+
+
+def _common_place(values: Sequence[jax.Array]) -> Any:
+    """Return where a stack of arrays on a mesh is: where they all are, and on each device all that it holds."""
+    place = place_of(values[0])
+    if not isinstance(place, jax.sharding.NamedSharding) or any(place_of(v) != place for v in values):
+        return None
+    return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec(None, *place.spec))
+
+
+def _places_of_parts(array: Any, n: int) -> list[Any]:
+    """Return where the parts of an array are to be; None where nobody has said where it is to be."""
+    if isinstance(array, jax.Array) and not array.committed:
+        return [None] * n
+    is_named = isinstance(array.sharding, jax.sharding.NamedSharding)
+    return shards.of_each(array.sharding, (n,)) if is_named else [array.sharding] * n
+
+
+def _is_spread(array: Any) -> bool:
+    """Whether an array has values that several devices hold, by a ``NamedSharding``."""
+    if not isinstance(array, jax.Array) or not _compat.are_concrete([array]) or is_key(array):
+        return False
+    return isinstance(array.sharding, jax.sharding.NamedSharding) and len(array.sharding.device_set) > 1
+
+
+def _spread_parts(array: jax.Array, n: int) -> list[jax.Array]:
+    """Return the parts of an array on a mesh, each on the devices that hold it: nothing is brought to others."""
+    held = {shard.device: parts(shard.data, shard.data.shape[0]) for shard in array.addressable_shards}
+    out = []
+    for i, place in enumerate(shards.of_each(array.sharding, (n,))):
+        pieces = [held[device][i % len(held[device])] for device in place.addressable_devices]
+        out.append(shards.assembled(array.shape[1:], array.dtype, place, pieces))
+    return out
 
 
 def _is_on_host(array: Any) -> bool:

@@ -8,16 +8,19 @@ values of its own: a state dict, a save and a load see a list. What a load has w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem
 from lazymods._graph import LOCAL, TOGETHER, Path, kind_of
+from lazymods._initial import shards
 from lazymods._layer import blocks as _blocks
 from lazymods._layer import first_call, lifecycle, stacked_values
+from lazymods._layer.merging import put
 from lazymods._snapshot import Snapshot
 
 
@@ -32,6 +35,11 @@ class Apart:
         self._abstract = abstract
         self._known: dict[int, tuple[Any, list[tuple[str, Any]]]] = {}
         self._before: list[Snapshot] = []
+        self._places: dict[int, dict[str, Any]] = {}
+
+    def layers_of(self, nodes: Iterable[tuple[Path, Any]]) -> Layers:
+        """Return what says where in a stack an entry is, from the objects that a walk has found."""
+        return Layers([(path, *self._known[id(node)]) for path, node in nodes if id(node) in self._known], self._places)
 
     def blocks_of(self, stack: Any) -> list[tuple[str, Any]]:
         """Return the blocks of a stack by their names, the same ones each time."""
@@ -54,7 +62,8 @@ class Apart:
                 blocks = [block for _, block in named]
                 _keep_values(whole, blocks, stack.n)
                 _size_together(blocks)
-                joined, _ = _blocks.join(blocks, [_graph.at(whole, path) for path in stack.shared])
+                places = _blocks.places_of(whole) | self._places.get(id(stack), {})
+                joined, _ = _blocks.join(blocks, [_graph.at(whole, path) for path in stack.shared], places)
                 _blocks.become(whole, joined, first_call.load_is_carried)
 
     def restore(self) -> None:
@@ -63,6 +72,64 @@ class Apart:
             for snapshot in reversed(self._before):
                 snapshot.restore()
         self._before.clear()
+
+
+class Layer(NamedTuple):
+    """Where in stacks an entry is.
+
+    Attributes:
+        name: The entry's name without the numbers of blocks.
+        sizes: How many blocks each of the stacks has, from the outer one.
+        numbers: Which of them it is in.
+        inside: The stacks, each with the entry's name in the block that holds the values of all.
+    """
+
+    name: str
+    sizes: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+    inside: tuple[tuple[int, str], ...] = ()
+
+
+class Layers:
+    """The entries of stacks that are taken apart, as rules for shardings see them."""
+
+    def __init__(self, stacks: Sequence[tuple[Path, Any, Any]], places: dict[int, dict[str, Any]]) -> None:
+        self._stacks = sorted(stacks, key=lambda found: len(found[0]), reverse=True)
+        self._places = places
+        with _looking(None):
+            shared = [_graph.at(vars(s)[TOGETHER], p) for _, s, _ in stacks for p in s.shared]
+            self._shared = {id(e.value) for e in _graph.entries(shared)}
+
+    def of(self, name: str, owner: Any) -> Layer:
+        """Return where an entry is, from its name and the Variable or array that it is."""
+        layer = Layer(name)
+        for path, stack, _ in self._stacks:  # inner ones first
+            prefix = f"{_graph.dotted(path)}." if path else ""
+            number, _, rest = layer.name.removeprefix(prefix).partition(".")
+            if not layer.name.startswith(prefix) or not number.isdecimal() or not rest:
+                continue
+            outer = Layer(prefix + rest)
+            if id(owner) not in self._shared:
+                inside = ((id(stack), rest), *layer.inside)
+                outer = Layer(prefix + rest, (stack.n, *layer.sizes), (int(number), *layer.numbers), inside)
+            layer = outer
+        return layer
+
+    def place(self, layer: Layer, sharding: Any) -> Any:
+        """Note where the values of all layers go; return where that of this one does."""
+        for depth, (stack, below) in enumerate(layer.inside):
+            there = _of_one(sharding, layer.sizes[:depth], layer.numbers[:depth])
+            self._places.setdefault(stack, {})[below] = there
+        return _of_one(sharding, layer.sizes, layer.numbers)
+
+
+def _of_one(sharding: Any, sizes: tuple[int, ...], numbers: tuple[int, ...]) -> Any:
+    return shards.of_each(sharding, sizes)[int(np.ravel_multi_index(numbers, sizes)) if sizes else 0]
+
+
+def layers_of(nodes: Iterable[tuple[Path, Any]]) -> Layers:
+    """Return what says where in a stack an entry is, from the objects that a walk has found, also outside of a load."""
+    return Layers([], {}) if LOCAL.apart is None else LOCAL.apart.layers_of(nodes)
 
 
 @contextlib.contextmanager
@@ -80,6 +147,11 @@ def apart(*, abstract: bool = False) -> Iterator[Apart]:
         yield made
 
 
+def together() -> contextlib.AbstractContextManager[None]:
+    """Let walks find a stack as it is, inside :func:`apart`."""
+    return _looking(None)
+
+
 @contextlib.contextmanager
 def _looking(found: Apart | None) -> Iterator[None]:
     before = LOCAL.apart
@@ -95,28 +167,21 @@ def _keep_values(whole: Any, blocks: list[Any], n: int) -> None:
     held = {e.path: e.value for e in _graph.entries(whole)}
     parts: dict[int, list[Any]] = {}
     for i, block in enumerate(blocks):
-        for path, holder, key, value in list(_graph.entries(block)):
-            raw = value if kind_of(value) is _graph.ARRAY else value.get_raw_value()
-            owner = held.get(path)
-            if owner is None or not any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(raw)):
+        for path, _, _, value in list(_graph.entries(block)):
+            raw, owner = _blocks.raw_of(value), held.get(path)
+            if owner is None or not any(map(_is_abstract, jax.tree.leaves(raw))):
                 continue
             if id(owner) not in parts:
-                parts[id(owner)] = stacked_values.parts(
-                    owner if kind_of(owner) is _graph.ARRAY else owner.get_raw_value(), n
-                )
-            kept = jax.tree.map(
-                lambda new, old: old if isinstance(new, jax.ShapeDtypeStruct) else new, raw, parts[id(owner)][i]
-            )
+                parts[id(owner)] = stacked_values.parts(_blocks.raw_of(owner), n)
+            kept = jax.tree.map(lambda new, old: old if _is_abstract(new) else new, raw, parts[id(owner)][i])
             if kind_of(value) is _graph.ARRAY:
-                _put(block, path, holder, key, kept)
+                put(block, path, kept)
             else:
                 _compat.SET_RAW(value, kept)
 
 
-def _put(block: Any, path: Path, holder: Any, key: Any, value: Any) -> None:
-    from lazymods._layer.merging import put
-
-    put(block, path, value)
+def _is_abstract(value: Any) -> bool:
+    return isinstance(value, jax.ShapeDtypeStruct)
 
 
 def _size_together(blocks: list[Any]) -> None:
@@ -136,5 +201,5 @@ def _size_together(blocks: list[Any]) -> None:
                 if _graph.is_placeholder(entry.value) and other is not _graph.MISSING:
                     entry.value.materialize(other.shape)
             if _graph.is_lazy_node(layer) and not lifecycle.settle_if_filled(layer, initialize=True):
-                where, got = _graph.dotted(path), "entries for the layer in some blocks only, which don't tell its sizes"
-                raise LazyError(Problem(where, got, "entries for all blocks of a stack", "strict=True"))
+                got, needed = "entries for some blocks, which don't tell the layer's sizes", "entries for all blocks"
+                raise LazyError(Problem(_graph.dotted(path), got, needed, "strict=True, to see what is missing"))

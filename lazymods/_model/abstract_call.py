@@ -36,6 +36,7 @@ from lazymods._initial.keys import is_key
 from lazymods._initial.pending import InitSource, PendingInit
 from lazymods._layer import first_call, lifecycle, structure
 from lazymods._model import hooks
+from lazymods._model.called import Called
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import TracedState
 from lazymods._refusals import refuse_array
@@ -109,7 +110,7 @@ class AbstractCall:
     """One abstract run.
 
     Args:
-        model: The model; it is left as it is.
+        model: The model, or a method of it; it is left as it is.
         args: Arrays, specs and anything else that its call takes.
         kwargs: Keyword arguments.
         run: What is run instead of the model's call: it gets the copies and the arguments. ``model`` is then a list of
@@ -117,6 +118,8 @@ class AbstractCall:
         look: Called at each call of a module with its path, the traced arguments, and what made each traced value.
 
     Attributes:
+        called: What it calls.
+        model: The model.
         hidden: nnx objects that the call can reach and that Flax does not see, by their path; not what is in those.
         everything: The model, and what is hidden.
         visits: The lazy layers that were reached, in the order in which they were.
@@ -134,8 +137,11 @@ class AbstractCall:
         look: Callable[[Path, Sequence[Any], Producers], None] | None = None,
     ) -> None:
         refuse_array(model, args)
-        self.model, self._look, self._call_copy = model, look, run
+        self.called = Called(model)
+        self.model, self._look = self.called.model, look
+        model = self.model
         self._producers: Producers = {}
+        self._call_copy = run
         self.inputs = first_call.as_specs((args, kwargs))
         self._arguments = CallArguments(*self.inputs)
         self.roots = [model, *self._arguments.modules]  # a call's arguments may be lazy as well
@@ -201,7 +207,9 @@ class AbstractCall:
             _forget_keys(variables)
             self._prepare()
             args, kwargs = self._arguments.put_together(given, list(map(copies.of, self._arguments.modules)))
-            output = self._call(copies.of(self.model), args, kwargs)
+            output = self._call(self.called.of(copies.of(self.model)), args, kwargs)
+            if self.called.is_method:  # which is not followed
+                self.calls[()] = Call((), *self.inputs, output=first_call.as_specs(output))
             _finish(list(map(copies.of, self.roots)))
             self.finished = copies.of(self.model)
             return _arrays_only(output)

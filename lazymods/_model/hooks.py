@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
-from lazymods import _compat
+from lazymods import _compat, _graph
+from lazymods._errors import LazyError, Problem
 from lazymods._graph import HOOKS, REMOVED_HOOKS, STATE, hooks_of
 from lazymods._layer import first_call, lifecycle
 from lazymods._model.backward_hooks import AFTER, BEFORE, is_running, run_with_hooks
@@ -53,11 +54,17 @@ class RemovableHandle:
         self._id = hook.id
 
     def remove(self) -> None:
-        """Remove the hook; removing it twice does nothing."""
+        """Remove the hook; removing it twice does nothing.
+
+        Raises:
+            LazyError: If a compiled function that has the module as an argument is running, and this is called by it.
+        """
         with _LOCK:
+            modules = [module for reference in self._modules if (module := reference()) is not None]
+            _refuse_while_running("removal", modules)
             if is_running():
                 REMOVED_HOOKS.add(self._id)
-            for module in [module for reference in self._modules if (module := reference()) is not None]:
+            for module in modules:
                 for same in _compat.incarnations(module):  # it may be an argument of a transform that is running
                     _set_hooks(same, tuple(h for h in hooks_of(same) if h.id != self._id))
 
@@ -68,6 +75,21 @@ class RemovableHandle:
     def __exit__(self, *error: object) -> None:
         """Remove the hook."""
         self.remove()
+
+
+def _refuse_while_running(what: str, modules: Iterable[nnx.Module]) -> None:
+    """Refuse to change the hooks of a module that a compiled function is about to give back as it was.
+
+    Raises:
+        LazyError: If a callback of such a function asks for that.
+    """
+    if is_running() or _compat.current_trace() is not _compat.eval_trace():
+        return  # in a hook, or while it is traced: then it is so at the end as well
+    for module in filter(_compat.will_update, modules):
+        got = f"the {what} of a hook by a callback of a compiled function that has the module as an argument"
+        needed = "that before the call or after it: the function gives the module back with the hooks that it had"
+        name = _graph.place(module, unhooked_class(type(module)).__name__)
+        raise LazyError(Problem(name, got, needed, "the same line where the function has returned"))
 
 
 def register(module: nnx.Module, hook: Hook, *, first: bool = False) -> RemovableHandle:
@@ -83,12 +105,14 @@ def register(module: nnx.Module, hook: Hook, *, first: bool = False) -> Removabl
 
     Raises:
         ArgumentError: If ``module`` is no nnx module, or what the hook runs is not callable.
+        LazyError: If a compiled function that has the module as an argument is running, and this is called by it.
     """
     if not isinstance(module, nnx.Module):
         raise wrong_argument("module", module, "hooks go on an nnx.Module", "lm.register_forward_hook(module, hook)")
     if not callable(hook.function):
         raise wrong_argument("hook", hook.function, "a hook is a function", "lm.register_forward_hook(module, hook)")
     with _LOCK:
+        _refuse_while_running("registration", [module])
         modules = _compat.incarnations(module)
         for same in modules:
             hooks = hooks_of(same)

@@ -33,7 +33,7 @@ from lazymods._snapshot import Snapshot
 
 
 def infer_shapes(
-    model: nnx.Module,
+    model: nnx.Module | Callable[..., Any],
     *args: Any,
     mesh: AnyMesh | None = None,
     rules: Rules | None = None,
@@ -45,7 +45,7 @@ def infer_shapes(
     With a mesh it also plans where the parameters go, and says how many bytes a device then holds.
 
     Args:
-        model: An nnx module, lazy or not.
+        model: An nnx module, lazy or not; or a method of one, where that is what is called.
         *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
         mesh: As for :func:`materialize`; a ``jax.sharding.AbstractMesh`` plans for devices that nobody has.
         rules: As for :func:`materialize`.
@@ -57,6 +57,7 @@ def infer_shapes(
         A report with a row for each layer, the output's shapes and dtypes, and totals. It prints as a table.
 
     Raises:
+        ArgumentError: If the model has no ``__call__``.
         ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
         LazyError: If parameters do not fit on the mesh; it lists all of them.
         ArgumentError: If mesh, rules or optimizer are none, or there are rules without a mesh.
@@ -72,12 +73,12 @@ def infer_shapes(
     places = Places(mesh, rules)
     with lifecycle.LOCK, _no_collections():
         session = AbstractCall(model, args, kwargs).run()
-        report = places.in_report(report_of(model, session, _plan(session, calling=False)))
+        report = places.in_report(report_of(session.model, session, _plan(session, calling=False)))
         return report if optimizer is None else with_optimizer(report, session.finished, optimizer)
 
 
 def materialize(
-    model: nnx.Module,
+    model: nnx.Module | Callable[..., Any],
     *args: Any,
     mesh: Mesh | None = None,
     rules: Rules | None = None,
@@ -97,7 +98,7 @@ def materialize(
     each makes the same call.
 
     Args:
-        model: An nnx module.
+        model: An nnx module; or a method of one, where that is what is called.
         *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
         mesh: The devices over which the parameters are spread. None: the mesh of ``jax.set_mesh``, if there is one.
         rules: Where they go: pairs of a regular expression and a ``PartitionSpec``, of which the first whose expression
@@ -114,10 +115,12 @@ def materialize(
         The report of :func:`infer_shapes`, with ``unreached``.
 
     Raises:
+        ArgumentError: If the model has no ``__call__``.
         ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
         UninitializedError: If a layer's ``initialize_parameters`` leaves a parameter empty.
         LazyError: If parameters do not fit on the mesh; it lists all of them, and nothing is made.
-        ArgumentError: If mesh, rules and device do not go together, or the mesh has no devices.
+        ArgumentError: If mesh, rules and device do not go together, the mesh has no devices, or the model is one of a
+            function that is being traced.
         RuntimeError: If JAX has no backend of the name ``init_backend``.
 
     Example:
@@ -131,6 +134,10 @@ def materialize(
     if isinstance(mesh, AbstractMesh):
         needed, write = "a mesh of devices to make parameters on", "lm.infer_shapes(model, x, mesh=mesh, rules=rules)"
         raise ArgumentError(Problem("mesh=", "an AbstractMesh", needed, write))
+    if mesh is not None and _compat.home_trace(model) is not _compat.eval_trace():
+        got = "a mesh, for a model that a function which is being traced has made, or has as an argument"
+        needed = "a call outside of it: in a program XLA decides where things go"
+        raise ArgumentError(Problem("mesh=", got, needed, "lm.materialize(model, x, mesh=mesh) before"))
     places = Places(mesh, rules, device)
     return _materialize(lambda: AbstractCall(model, args, kwargs), device, dtype, init_backend, places)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -18,10 +19,10 @@ from lazymods import _compat, _graph, _memory
 from lazymods._errors import Problem
 from lazymods._graph import Path, dotted
 from lazymods._initial import shards
-from lazymods._initial.keys import is_key
 from lazymods._layer.merging import put
 from lazymods._model.abstract_call import AbstractCall
 from lazymods._model.report import ParameterShape, ShapeReport, bytes_on_device
+from lazymods._model.rows import stays
 from lazymods._refusals import ArgumentError
 from lazymods._shardings import Named, Rules, find_shardings, mesh_for
 
@@ -77,7 +78,8 @@ class Places:
         """
         if self.mesh is None:
             return report
-        found = self.of({p.first_name: _named(p) for p in _each(report) if p.size is not None}.values())
+        named = {p.first_name: _named(p) for p in _each(report) if p.size is not None and p.metadata is not None}
+        found = self.of(named.values())
         report = _with(report, lambda p: {"sharding": found.get(p.first_name)} if p.size is not None else {})
         return dataclasses.replace(report, mesh=self.mesh)
 
@@ -89,7 +91,7 @@ def _each(report: ShapeReport) -> Iterator[ParameterShape]:
 def _named(parameter: ParameterShape) -> Named:
     assert parameter.shape is not None
     shape: tuple[Any, ...] = parameter.shape
-    return Named(parameter.first_name, shape, parameter.dtype, parameter.metadata)
+    return Named(parameter.first_name, shape, parameter.dtype, parameter.metadata or {})
 
 
 def _with(report: ShapeReport, changes: Callable[[ParameterShape], dict[str, Any]]) -> ShapeReport:
@@ -103,18 +105,19 @@ def _with(report: ShapeReport, changes: Callable[[ParameterShape], dict[str, Any
 # ---------------------------------------------------------------- the model itself
 
 
-def _entries(session: AbstractCall) -> Iterator[tuple[str, Path, Any, Any]]:
-    """Every entry of the model and of what is hidden in it: its name, and its path in what holds it."""
+def _entries(session: AbstractCall) -> Iterator[tuple[Path, Any, Path, Any]]:
+    """Every entry of the model and of what is hidden in it: the path of what holds it, that, its path there, itself."""
     for top, root in [((), session.model), *session.hidden]:
         for path, _, _, value in list(_graph.entries(root)):
-            yield dotted((*top, *path)), path, root, value
+            yield top, root, path, value
 
 
 def placeholders_at(session: AbstractCall, report: ShapeReport) -> dict[int, tuple[Any, NamedSharding]]:
     """Return the placeholders that have a place, by their ids."""
     places = {p.first_name: p.sharding for p in _each(report) if p.sharding is not None}
     out: dict[int, tuple[Any, NamedSharding]] = {}
-    for name, _, _, value in _entries(session):
+    for top, _, path, value in _entries(session):
+        name = dotted((*top, *path))
         if name in places and _graph.is_placeholder(value):
             out.setdefault(id(value), (value, places[name]))
     return out
@@ -126,30 +129,48 @@ def bring(session: AbstractCall, places: Places) -> None:
     Raises:
         LazyError: If some do not fit: of layers that were made when others were initialized.
     """
-    held: dict[str, tuple[Path, Any, Any, Any]] = {}
+    owners: list[tuple[Path, Any, Any, dict[str, Any]]] = []
     met: set[int] = set()
-    for name, path, root, value in _entries(session):
+    for top, root, path, value in _entries(session):
         is_variable = isinstance(value, nnx.Variable)
         if isinstance(value, nnx.RngState) or _graph.is_placeholder(value) or (is_variable and id(value) in met):
             continue
-        raw = value.get_raw_value() if is_variable else value
-        if isinstance(raw, jax.Array) and (is_variable or not is_key(raw)):
-            held[name] = path, root, value, raw
+        if is_variable or not stays(value):
+            owners.append((path, root, value, _arrays_of(value, (*top, *path))))
             met.add(id(value))
-    found = places.of(Named(name, raw.shape, raw.dtype, _metadata(value)) for name, (_, _, value, raw) in held.items())
-    for name, sharding in found.items():
-        path, root, value, raw = held[name]
-        moved = shards.put(raw, sharding)
-        if moved is raw:
-            continue
-        if isinstance(value, nnx.Variable):
-            value.set_raw_value(moved)
-        else:
-            put(root, path, moved)
+    found = places.of(
+        Named(name, array.shape, array.dtype, value.get_metadata() if isinstance(value, nnx.Variable) else {})
+        for _, _, value, held in owners
+        for name, array in held.items()
+    )
+    for path, root, value, held in owners:
+        moved = {name: shards.put(array, found[name]) if name in found else array for name, array in held.items()}
+        if any(moved[name] is not array for name, array in held.items()):
+            _write(root, path, value, list(moved.values()))
 
 
-def _metadata(value: Any) -> Mapping[str, Any]:
-    return value.get_metadata() if isinstance(value, nnx.Variable) else {}
+def _arrays_of(value: Any, path: Path) -> dict[str, Any]:
+    """Return the arrays that a Variable holds, mostly one, by name; or the array itself."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(_held_by(value))
+    arrays = [(keys, leaf) for keys, leaf in leaves if hasattr(leaf, "shape")]
+    return {dotted((*path, *map(_graph.name_of, keys))): leaf for keys, leaf in arrays}
+
+
+def _held_by(value: Any) -> Any:
+    """Return what a Variable holds, read out of its reference if it has one."""
+    if not isinstance(value, nnx.Variable):
+        return value
+    return value.get_value() if value.get_metadata("ref", False) else value.get_raw_value()
+
+
+def _write(root: Any, path: Path, value: Any, arrays: list[Any]) -> None:
+    """Write arrays in place of those that :func:`_arrays_of` has returned; a reference can't move, and is made anew."""
+    if not isinstance(value, nnx.Variable):
+        put(root, path, arrays[0])
+        return
+    rest = iter(arrays)
+    new = jax.tree.map(lambda leaf: next(rest) if hasattr(leaf, "shape") else leaf, _held_by(value))
+    value.set_raw_value(jax.new_ref(new) if value.get_metadata("ref", False) else new)
 
 
 # ---------------------------------------------------------------- optimizers
@@ -174,13 +195,15 @@ def with_optimizer(report: ShapeReport, model: Any, optimizer: Any) -> ShapeRepo
         got, needed = f"a {type(optimizer).__name__}", "an optax transformation, or the optimizer of the model"
         raise ArgumentError(Problem("optimizer=", got, needed, "optimizer=optax.adam(1e-3)"))
     by_name = {f"{row.path}.{p.name}".lstrip("."): p for row in report.rows for p in row.parameters}
-    flat = {p: v for p, v in nnx.to_flat_state(nnx.state(model, wrt)) if not _graph.is_placeholder(v)}
-    abstract: Any = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), nnx.from_flat_state(flat))
-    trained = {path: by_name[dotted(path)] for path in flat}
+    chosen = [(path, variable, by_name[dotted(path)]) for path, variable in nnx.to_flat_state(nnx.state(model, wrt))]
+    trained = {path: p for path, _, p in chosen if p.size is not None}
+    abstract: Any = nnx.from_flat_state({path: _of_shape(v, p) for path, v, p in chosen if path in trained})
     kept = dict.fromkeys((p.first_name for p in trained.values()), 0)
-    apart = 0
+    apart = np.dtype(np.uint32).itemsize  # nnx.Optimizer counts its steps
     for path, held in leaves_of_state(jax.eval_shape(tx.init, abstract)):
         leaf = held.get_raw_value() if isinstance(held, nnx.Variable) else held
+        if not hasattr(leaf, "shape"):  # optax puts a node of its own where it keeps nothing
+            continue
         parameter = parameter_of(path, leaf, trained)
         if parameter is None:
             apart += bytes_on_device(leaf.shape, leaf.dtype, None)
@@ -193,6 +216,13 @@ def with_optimizer(report: ShapeReport, model: Any, optimizer: Any) -> ShapeRepo
         return {"gradient_bytes_per_device": grad, "optimizer_bytes_per_device": kept.get(p.first_name, 0)}
 
     return dataclasses.replace(_with(report, changes), optimizer_bytes_apart=apart)
+
+
+def _of_shape(variable: nnx.Variable[Any], parameter: ParameterShape) -> nnx.Variable[Any]:
+    """Return a Variable that holds a shape and a dtype."""
+    shape: Any = parameter.shape
+    held = getattr(variable, "target", type(variable))
+    return held.from_metadata(jax.ShapeDtypeStruct(shape, parameter.dtype), dict(parameter.metadata or {}))
 
 
 def leaves_of_state(state: Any) -> list[tuple[Path, Any]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import html
 import io
-from collections.abc import Iterable, Mapping
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -33,12 +35,13 @@ class ParameterShape:
         init: How ``materialize`` makes it: by which initializer, and from which compiled kernel; the value itself
             where all elements are equal; '' if it has a value, or is made by ``initialize_parameters``.
         made_whole: Whether ``materialize`` makes it whole before the devices of a mesh get their parts, as its
-            initializer can't be drawn in parts.
+            initializer can't be drawn in parts. ``infer_shapes`` calls no initializer of a user, and says False.
         trained: Of an ``nnx.Param``, False if it is frozen (``lm.autograd.requires_grad_``); None of a buffer.
         sharding: Where it goes on the mesh; None without a mesh, or while an axis is unknown.
         gradient_bytes_per_device: Bytes of its gradient on a device; None unless an optimizer was given.
         optimizer_bytes_per_device: Bytes that the optimizer keeps for it on a device; None likewise.
-        metadata: That of its Variable.
+        metadata: That of its Variable; empty of an array without one, None of what a mesh leaves where it is: an array
+            of numpy, or a random key.
         first_name: Its dotted name in the model; the first one if it is shared.
     """
 
@@ -52,7 +55,7 @@ class ParameterShape:
     sharding: NamedSharding | None = None
     gradient_bytes_per_device: int | None = None
     optimizer_bytes_per_device: int | None = None
-    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    metadata: Mapping[str, Any] | None = dataclasses.field(default_factory=dict, repr=False, compare=False)
     first_name: str = ""
 
     @property
@@ -134,7 +137,7 @@ class LayerRow:
         return _sum_of(p.optimizer_bytes_per_device for p in self.parameters)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class ShapeReport:
     """The shapes of a model.
 
@@ -213,27 +216,33 @@ class ShapeReport:
             rows.append(dataclasses.replace(row, layer=name, lazy=_graph.is_lazy_node(now[row.path])))
         return dataclasses.replace(self, rows=tuple(rows))
 
-    def cells(self) -> tuple[list[str], list[list[str]]]:
-        """Return the table's heads and rows as texts."""
-        heads = ["path", "layer", "input", "inferred", "parameters", "dtype", "count", "bytes"]
+    def cells(self, *, verbose: bool = False) -> tuple[list[str], list[list[str]]]:
+        """Return the table's heads and rows as texts.
+
+        Args:
+            verbose: Whether to say also which arguments were inferred, and how each parameter is made.
+        """
         flops = self.flops is not None or any(row.flops is not None for row in self.rows)
-        init = any(_show_init(p) for row in self.rows for p in row.parameters)
-        planned = self.optimizer_bytes_apart is not None
-        rows = []
-        for row in self.rows:
-            cells = _cells(row)
-            if self.mesh is not None:
-                cells += ["\n".join(map(_show_place, row.parameters)), _bytes(row.bytes_per_device)]
-            if planned:
-                cells += [_bytes(row.gradient_bytes_per_device or 0), _bytes(row.optimizer_bytes_per_device or 0)]
-            if flops:
-                unknown = "" if row.inputs is None else "?"
-                cells.append(unknown if row.flops is None else f"{row.flops:,.0f}")
-            if init:
-                cells.append("\n".join(map(_show_init, row.parameters)))
-            rows.append(cells)
-        heads += ["sharding", "on a device"] * (self.mesh is not None) + ["gradients", "optimizer"] * planned
-        return heads + ["FLOPs"] * flops + ["init"] * init, rows
+        columns: dict[str, Callable[[LayerRow], str]] = {
+            "path": lambda row: row.path or "(model)",
+            "layer": lambda row: f"{row.layer} (lazy)" if row.lazy else row.layer,
+            "input -> output": _show_call,
+            "parameters": lambda row: "\n".join(f"{p} {_dtype(p)}" for p in row.parameters),
+            "count": lambda row: "?" if row.size is None else f"{row.size:,}",
+            "bytes": lambda row: _bytes(row.nbytes),
+        }
+        if self.mesh is not None:
+            columns["sharding"] = lambda row: "\n".join(map(_show_place, row.parameters))
+            columns["on a device"] = lambda row: _bytes(row.bytes_per_device)
+        if self.optimizer_bytes_apart is not None:
+            columns["gradients"] = lambda row: _bytes(row.gradient_bytes_per_device or 0)
+            columns["optimizer"] = lambda row: _bytes(row.optimizer_bytes_per_device or 0)
+        if flops:
+            columns["FLOPs"] = _show_flops
+        if verbose:
+            columns["inferred"] = lambda row: ", ".join(f"{k}={v}" for k, v in row.inferred.items())
+            columns["init"] = lambda row: "\n".join(map(_show_init, row.parameters))
+        return list(columns), [[show(row) for show in columns.values()] for row in self.rows]
 
     def footer(self) -> str:
         """Return the totals as a line."""
@@ -241,6 +250,9 @@ class ShapeReport:
         parts = [f"total: {self.total_parameters:,} parameters, {_bytes(self.total_bytes)}{at_least}"]
         if self.mesh is not None or self.optimizer_bytes_apart is not None:
             parts.append(self._on_a_device())
+        buffers = sum(p.size or 0 for p in self._each_once() if p.trained is None)
+        if buffers:
+            parts.append(f"{buffers:,} of them in buffers")
         if any(p.trained is False for row in self.rows for p in row.parameters):
             parts.append(f"{self.trained_parameters:,} trained, {self.frozen_parameters:,} frozen")
         if self.flops is not None:
@@ -264,34 +276,57 @@ class ShapeReport:
         of = "" if len(numbers) == 1 else f" ({', '.join(f'{k} {_bytes(n)}' for k, n in numbers.items())})"
         return f"{_bytes(sum(numbers.values()))} on {which}{of}"
 
-    def __str__(self) -> str:
-        """Show the table as text."""
+    def table(self, *, verbose: bool = False) -> str:
+        """Return the table as text, as wide as the terminal, or 100 columns where there is none.
+
+        Args:
+            verbose: As for :meth:`cells`.
+        """
         from rich.console import Console
         from rich.table import Table
 
-        heads, rows = self.cells()
+        heads, rows = self.cells(verbose=verbose)
+        widths = [max([len(head), *(_width(row[i]) for row in rows)]) for i, head in enumerate(heads)]
+        least = list(widths)
+        for i, head in enumerate(heads):
+            if head in _FOLDED:  # between words
+                least[i] = min(widths[i], max([_FOLDED[head], *(len(word) for row in rows for word in row[i].split())]))
+        room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
         table = Table(box=None, pad_edge=False)
-        for head in heads:
-            table.add_column(head, justify="right" if head in _NUMBERS else "left")
+        for head, width in zip(heads, least, strict=True):
+            side: Any = "right" if head in _NUMBERS else "left"
+            table.add_column(head, justify=side, no_wrap=head not in _FOLDED, min_width=width)
         for row in rows:
             table.add_row(*row)
-        width = sum(max([len(head), *(_width(row[i]) for row in rows)]) + 2 for i, head in enumerate(heads))
         text = io.StringIO()
-        console = Console(file=text, width=max(width, 40), markup=False, emoji=False, highlight=False)
+        width = max(sum(least), min(room - 2 * len(heads), sum(widths))) + 2 * len(heads)
+        console = Console(file=text, width=width, markup=False, emoji=False, highlight=False)
         console.print(table)
         return text.getvalue() + self.footer()
 
+    def __str__(self) -> str:
+        """Show the table as text."""
+        return self.table()
+
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         heads, rows = self.cells()
-        head = "".join(f"<th>{html.escape(h)}</th>" for h in heads)
+        sides = [' style="text-align: right"' if head in _NUMBERS else ' style="text-align: left"' for head in heads]
+        head = "".join(f"<th{side}>{html.escape(h)}</th>" for h, side in zip(heads, sides, strict=True))
         body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(c).replace(chr(10), '<br>')}</td>" for c in row) + "</tr>"
+            "<tr>"
+            + "".join(
+                f"<td{side}>{html.escape(c).replace(chr(10), '<br>')}</td>" for c, side in zip(row, sides, strict=True)
+            )
+            + "</tr>"
             for row in rows
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{html.escape(self.footer())}</p>"
 
 
 _NUMBERS = ("count", "bytes", "on a device", "gradients", "optimizer", "FLOPs")
+_FOLDED = {"input -> output": 24, "inferred": 12}  # columns that may be folded, to how many characters
 
 
 def bytes_on_device(shape: tuple[Any, ...], dtype: Any, sharding: NamedSharding | None) -> int:
@@ -307,6 +342,8 @@ def _sum_of(numbers: Iterable[int | None]) -> int | None:
 
 
 def _show_place(parameter: ParameterShape) -> str:
+    if parameter.metadata is None:
+        return ""
     return "?" if parameter.sharding is None else show_spec(parameter.sharding.spec)
 
 
@@ -331,15 +368,15 @@ def _dtype(parameter: ParameterShape) -> Any:
     return parameter.dtype if is_extended else np.dtype(parameter.dtype)
 
 
-def _cells(row: LayerRow) -> list[str]:
-    parameters = "\n".join(map(str, row.parameters))
-    dtypes = "\n".join(str(_dtype(p)) for p in row.parameters)
-    inferred = ", ".join(f"{k}={v}" for k, v in row.inferred.items())
-    count = "?" if row.size is None else f"{row.size:,}"
-    size = _bytes(row.nbytes)
-    layer = f"{row.layer} (lazy)" if row.lazy else row.layer
-    inputs = "not reached" if row.inputs is None else row.inputs
-    return [row.path or "(model)", layer, inputs, inferred, parameters, dtypes, count, size]
+def _show_call(row: LayerRow) -> str:
+    if row.inputs is None:
+        return "not reached"
+    return f"{row.inputs} -> {describe_call((row.output,), {})}" if row.output is not None else row.inputs
+
+
+def _show_flops(row: LayerRow) -> str:
+    unknown = "" if row.inputs is None else "?"
+    return unknown if row.flops is None else f"{row.flops:,.0f}"
 
 
 def _bytes(n: int | None) -> str:

@@ -12,6 +12,7 @@ from flax import nnx
 from lazymods import _graph
 from lazymods._errors import describe_call
 from lazymods._graph import Path, dotted
+from lazymods._initial.keys import is_key
 from lazymods._layer.lifecycle import PendingValues
 from lazymods._model import hooks
 from lazymods._model.abstract_call import AbstractCall, hidden_nodes
@@ -135,10 +136,15 @@ def _own_parameters(node: Any, at: Path, seen: dict[int, str]) -> Iterator[Param
                 _shape_of(entry.name, value),
                 shared=id(value) in seen,
                 trained=_graph.is_trained(value) if isinstance(value, nnx.Param) else None,
-                metadata=value.get_metadata() if is_variable else {},
+                metadata=value.get_metadata() if is_variable else None if stays(value) else {},
                 first_name=seen.get(id(value), name) if is_variable else name,
             )
             seen.setdefault(id(value), name)
+
+
+def stays(array: Any) -> bool:
+    """Whether an array that no Variable holds stays where it is when a model goes on a mesh."""
+    return isinstance(array, np.ndarray) or is_key(array)
 
 
 def _inside_object(holder: Any, path: Path) -> bool:

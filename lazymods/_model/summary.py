@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 from lazymods._graph import Path, dotted
 from lazymods._layer import first_call, lifecycle
 from lazymods._model.abstract_call import AbstractCall, CallArguments
+from lazymods._model.called import model_of
 from lazymods._model.planning import AnyMesh, Places
 from lazymods._model.report import ShapeReport
 from lazymods._model.rows import report_of
@@ -21,12 +23,16 @@ from lazymods._shardings import Rules
 
 
 def summary(
-    model: nnx.Module, *args: Any, mesh: AnyMesh | None = None, rules: Rules | None = None, **kwargs: Any
+    model: nnx.Module | Callable[..., Any],
+    *args: Any,
+    mesh: AnyMesh | None = None,
+    rules: Rules | None = None,
+    **kwargs: Any,
 ) -> ShapeReport:
     """Show a model's layers: shapes, parameters, bytes and floating-point operations; nothing changes.
 
     Args:
-        model: An nnx module, lazy or not; lazy layers are marked.
+        model: An nnx module, lazy or not; lazy layers are marked. Or a method of one, where that is what is called.
         *args: What its call takes, arrays or ``jax.ShapeDtypeStruct``. Without arguments the table says what is
             known now, with ``?`` for the rest.
         mesh: As for :func:`infer_shapes`: adds where the parameters go, and the bytes on a device.
@@ -38,16 +44,17 @@ def summary(
         optimization where JAX has its CPU backend.
 
     Raises:
+        ArgumentError: If arguments are given and the model has no ``__call__``.
         ShapeInferenceError: If a layer cannot be sized or refuses its input.
         LazyError: If parameters do not fit on the mesh; it lists all of them.
         ArgumentError: If mesh or rules are none, or there are rules without a mesh.
     """
     places = Places(mesh, rules)
     if not args and not kwargs:
-        return places.in_report(report_of(model, None))
+        return places.in_report(report_of(model_of(model), None))
     with lifecycle.LOCK:
         session = AbstractCall(model, args, kwargs).run()
-        report = places.in_report(report_of(model, session))
+        report = places.in_report(report_of(session.model, session))
     calls = {dotted(path): call for path, call in session.calls.items() if not call.stacked}
     flops = {row.path: _flops(session, c.path, c.args, c.kwargs) for row in report.rows if (c := calls.get(row.path))}
     rows = tuple(dataclasses.replace(row, flops=flops.get(row.path)) for row in report.rows)
@@ -71,7 +78,7 @@ def _flops(session: AbstractCall, path: Path, args: Any, kwargs: Any) -> float |
             copies.give(node, key, with_inputs(value, next(left)))
         module, *modules = map(copies.of, roots)
         a, k = arguments.put_together(given, modules)
-        return jax.tree.leaves(module(*a, **k))
+        return jax.tree.leaves((module if path else session.called.of(module))(*a, **k))
 
     try:
         return _count(jax.jit(call), jax.tree.map(first_call.as_specs, held), arguments.arrays)

@@ -3,7 +3,8 @@
 ``jax.jit`` looks at shape, dtype, weak type, sharding, layout and device of each argument of each call, 0.2 us for one.
 Most arguments of a model are the very arrays of the call before, or what that call returned. They are remembered here,
 weakly, and handed to the executable as they are. An array that is not known is looked at as ``jax.jit`` would; where
-too many are new, and for all that is not plain, the call is left to ``jax.jit``.
+too many are new, and for all that is not plain, the call is left to ``jax.jit``. Small arrays of the state that are on
+one device while the program runs on a mesh, such as random keys, are copied to the mesh once, not at each call.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _settings, _call, _is, _ref = _compat_tracing.settings, operator.call, operator.
 _ARRAY = _compat_jit.ARRAY
 _exhaust = collections.deque(maxlen=0).extend
 _FEW = 8  # one new array in so many is looked at here; more cost jax.jit less, unless they stay
+_SMALL = 1 << 16  # bytes of an array of which a copy on a mesh may be kept
 _CHANCES = 4  # how often arrays may be of another kind than before, such as committed to their device
 
 
@@ -52,6 +54,7 @@ class _Ready:
         known: By number of a leaf: a reference to an array that it may have there.
         gone: References to arrays of the state that have died since all were known. What is there now may be None,
             which is what such a reference returns.
+        copies: ``(number, reference, copy)`` of leaves of which it gets a copy, as long as they live themselves.
         run: Takes the leaves that it uses, in its order, and returns the outputs.
         arrange: Returns those of all leaves; None if they are as they should be.
         written: The leaves in whose place an output is, of the same kind, at the next call.
@@ -64,6 +67,7 @@ class _Ready:
         "_kinds",
         "_places",
         "arrange",
+        "copies",
         "gone",
         "known",
         "outputs",
@@ -76,6 +80,7 @@ class _Ready:
         self.settings = _settings()
         self.known: list[Any] = [_nothing] * len(order)
         self.gone: list[Any] = []
+        self.copies: tuple[tuple[int, Any, Any], ...] = ()  # replaced as a whole
         self.run, self._executable = executable.run, executable
         used = [leaf for leaf, format_ in zip(order, executable.formats, strict=True) if format_.sharding is not None]
         self.arrange = None if used == list(range(len(order))) else getter(used)
@@ -92,7 +97,36 @@ class _Ready:
             self._kinds[number] = kind
         if self._kinds[number] != kind:
             return False
+        if self.copies:
+            self._drop(number)
         self.known[number] = _ref(leaf) if number < self._inputs else _ref(leaf, self.gone.append)
+        return True
+
+    def takes_copy(self, number: int, leaf: Any) -> bool:
+        """Copy a leaf to the mesh on which the program runs, if it is small and committed to no device."""
+        sharding = self._executable.formats[self._places[number]].sharding
+        if type(leaf) is not _ARRAY or leaf.committed or leaf.nbytes > _SMALL or sharding.num_devices == 1:
+            return False
+        self._drop(number)
+        self.known[number] = reference = _ref(leaf, self._lost)
+        self.copies = (*self.copies, (number, reference, jax.device_put(leaf, sharding)))
+        return True
+
+    def _drop(self, number: int) -> None:
+        self.copies = tuple(copy for copy in self.copies if copy[0] != number)
+
+    def _lost(self, reference: Any) -> None:
+        self.copies = tuple(copy for copy in self.copies if copy[1] is not reference)
+        self.gone.append(reference)
+
+    def substitute(self, leaves: list[Any]) -> bool:
+        """Put copies in the places of leaves; return False if one is of another array, or of one that is deleted."""
+        copies = self.copies
+        for number, reference, _ in copies:
+            if leaves[number] is not reference() or leaves[number].is_deleted():
+                return False
+        for number, _, copy in copies:
+            leaves[number] = copy
         return True
 
     def put(self, number: int, leaf: np.ndarray[Any, Any]) -> Any:
@@ -126,11 +160,15 @@ class Launcher:
         writes: By number of a leaf: the output that is in its place at the next call.
     """
 
-    __slots__ = ("_chances", "_donates", "_first", "_inputs", "_program", "_ready", "_state", "_suspect", "_writes")
+    __slots__ = (
+        *("_chances", "_donates", "_first", "_fixed", "_inputs"),
+        *("_program", "_ready", "_state", "_suspect", "_writes"),
+    )
 
     def __init__(self, program: Program, leaves: int, inputs: int, writes: dict[int, int]) -> None:
         self._program, self._donates, self._writes = program, bool(program.donated), writes
         self._inputs, self._state = range(inputs), range(inputs, leaves)
+        self._fixed = set(self._state) - set(writes)
         self._ready: _Ready | None = None  # replaced as a whole: other threads may be using it
         self._chances = _CHANCES
         self._first: int | None = None  # after a call with too many new arrays: the number of one,
@@ -164,6 +202,8 @@ class Launcher:
             return self._leave(leaves)
         if self._donates and self._program.donates_input(leaves):
             return self._program.launch(leaves)
+        if ready.copies and not ready.substitute(leaves):
+            return self._leave(leaves)
         try:
             outputs = ready.run(leaves if ready.arrange is None else ready.arrange(leaves))
         except Exception:
@@ -220,7 +260,7 @@ class Launcher:
 
     def _takes(self, ready: _Ready, number: int, leaf: Any) -> bool:
         """Let it look at a leaf; if it may not have it, start anew: ``jax.jit`` may have another executable."""
-        if ready.takes(number, leaf):
+        if ready.takes(number, leaf) or (number in self._fixed and ready.takes_copy(number, leaf)):
             return True
         self._chances -= 1
         self._ready = None

@@ -1,9 +1,9 @@
 """The call of a stack: its block once for each layer, on the output of the one before.
 
 Inside a program the block is traced once, for all layers, as the body of a ``jax.lax.scan``. Where operations are
-executed at once (also in ``jax.grad`` and ``jax.vmap`` outside of ``jax.jit``) the layers are called one after the other:
-a scan would be compiled at each call. The body calls a copy of the block, and what a call changes in that is written
-to the stack afterwards: values, new Variables and attributes.
+executed at once (also in ``jax.grad`` and ``jax.vmap`` outside of ``jax.jit``) the layers are called one after the
+other: a scan would be compiled at each call. The body calls a copy of the block, and what a call changes in that is
+written to the stack afterwards: values, new Variables and attributes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem, ShapeInferenceError, describe
 from lazymods._graph import ARRAY, NODE, OTHER, VARIABLE, kind_of
 from lazymods._layer import stacked_values
-from lazymods._layer.blocks import LAYERS, copied, has_no_layers, rebuilt, with_axis, without_axis
+from lazymods._layer.blocks import LAYERS, has_no_layers, raw_of, with_axis, without_axis
+from lazymods._layer.copying import copied, rebuilt
 from lazymods._layer.lifecycle import TRANSIENT
-
 
 
 class BlockCall:
@@ -60,7 +60,7 @@ class BlockCall:
             LazyError: If the blocks change what they share in a way that can't be carried from one to the next.
         """
         slices = [self._values_of(owner) for owner in self._stacked]
-        carried = [_raw(v) for v in self._shared]
+        carried = [raw_of(v) for v in self._shared]
         scanning = not _compat.runs_at_once(_compat.current_trace())
         step: Callable[..., Any] = self._step
         if self._remat:
@@ -82,7 +82,7 @@ class BlockCall:
 
     def _values_of(self, owner: Any) -> Any:
         """Return the values for all layers; what was set on the stack without their axis is for each of them."""
-        raw = _raw(owner)
+        raw = raw_of(owner)
         if has_no_layers(owner):
             return jax.tree.map(lambda a: jnp.broadcast_to(a, (self._n, *jnp.shape(a))), raw)
         return raw
@@ -97,8 +97,8 @@ class BlockCall:
             value = given.get(id(owner), owner)
             if kind_of(owner) is ARRAY:
                 return value
-            metadata = _compat.raw_metadata(owner)
-            return _compat.new_variable(type(owner), value, without_axis(metadata) if id(owner) in sliced else dict(metadata))
+            metadata = dict(_compat.raw_metadata(owner))
+            return _compat.new_variable(type(owner), value, without_axis(metadata) if id(owner) in sliced else metadata)
 
         block, *objects = [copied(root, leaf, memo) for root in self._roots]
         places = iter(objects)
@@ -106,7 +106,7 @@ class BlockCall:
         y = block(x, *args, **kwargs)
         _check_carry(x, y, type(block).__name__)
         self._copies, self._after = memo, [block, *objects]
-        after = [_raw(memo[id(v)]) for v in self._shared]
+        after = [raw_of(memo[id(v)]) for v in self._shared]
         self._changed = {i for i, (a, b) in enumerate(zip(after, carried, strict=True)) if not _is_same(a, b)}
         return (y, after), self._news(given)
 
@@ -120,12 +120,12 @@ class BlockCall:
                 value = entry.value
                 origin = origins.get(id(value))
                 if origin is not None:
-                    if kind_of(value) is VARIABLE and not _is_same(_raw(value), given[id(origin)]):
-                        found[f"{number}.{entry.name}"] = _raw(value)
+                    if kind_of(value) is VARIABLE and not _is_same(raw_of(value), given[id(origin)]):
+                        found[f"{number}.{entry.name}"] = raw_of(value)
                 elif id(value) not in known:
                     if number:
                         raise _not_carried(entry.name, "a new Variable or array in what the blocks share")
-                    found[f"{number}.{entry.name}"] = _raw(value)
+                    found[f"{number}.{entry.name}"] = raw_of(value)
         return found
 
     def _together(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class BlockCall:
             del originals[copy]
         for copy, value in values.items():
             owner = originals.get(copy)
-            if kind_of(owner) is VARIABLE:
+            if isinstance(owner, nnx.Variable):
                 owner.set_raw_value(value)
         self._write_objects(originals, values)
 
@@ -209,10 +209,6 @@ def _owners(roots: list[Any]) -> list[Any]:
     """Return each Variable and array of some objects once."""
     found = {id(r): r for r in roots if kind_of(r) is VARIABLE}
     return list((found | {id(e.value): e.value for e in _graph.entries(roots)}).values())
-
-
-def _raw(owner: Any) -> Any:
-    return owner if kind_of(owner) is ARRAY else owner.get_raw_value()
 
 
 def _is_same(a: Any, b: Any) -> bool:

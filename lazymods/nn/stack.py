@@ -62,7 +62,8 @@ class Stack(nnx.Module):
         except TypeError:
             self.n = 0
         if self.n < 1:
-            raise ArgumentError(Problem("n=", repr(n), "a number of blocks, at least one", "lm.Stack(make_block, 12, rngs=rngs)"))
+            write = "lm.Stack(make_block, 12, rngs=rngs)"
+            raise ArgumentError(Problem("n=", repr(n), "a number of blocks, at least one", write))
         self.remat: bool = bool(remat)
         made = [make_block(rngs) for _ in range(self.n)]
         wrong = [b for b in made if not (isinstance(b, nnx.Module) and callable(b))]
@@ -171,7 +172,8 @@ class Stack(nnx.Module):
 
     def _take(self, blocks: list[Any]) -> None:
         with _compat.at_trace(_compat.home_trace(self)):
-            whole, shared = _blocks.join(blocks, [_graph.at(self.blocks_as_one, path) for path in self.shared])
+            kept = [_graph.at(self.blocks_as_one, path) for path in self.shared]
+            whole, shared = _blocks.join(blocks, kept, _blocks.places_of(self.blocks_as_one))
         _blocks.become(self.blocks_as_one, whole, first_call.load_is_carried)
         self.shared = shared
 

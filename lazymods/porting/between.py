@@ -123,8 +123,10 @@ def _other_order(node: Any, path: str, match: Match, earlier: Sequence[Earlier])
             pixels, rest = divmod(ours.shape[-1], channels)
             if not rest and is_close(ours, _channels_last(theirs, channels), _CLOSE):
                 side = math.isqrt(pixels)
-                sizes = f"({side}, {side}, {channels})" if side * side == pixels else f"(..., {channels})"
+                square = side * side == pixels
+                sizes = f"({side}, {side}, {channels})" if square else f"(H, W, {channels})"
                 text = "the map before it is flattened channels last here, channels first in PyTorch"
+                text += "" if square else f"; H * W is {pixels}"
                 return Reason(text, f'lm.load(..., layout="torch", flatten={{"{path}": {sizes}}})')
     return Reason("it gets PyTorch's numbers in another order: a reshape or a transpose before it")
 

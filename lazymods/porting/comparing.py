@@ -6,6 +6,9 @@ type says so is compared in that layout only; otherwise the layout that fits the
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -109,7 +112,8 @@ def compared(ours: Sequence[Kept], theirs: Sequence[Kept], module: Any = None) -
 
     Args:
         ours: The model's.
-        theirs: PyTorch's: as many, in the same order, or more, of which the closest is taken for each.
+        theirs: PyTorch's: as many, in the same order; or another number, of which the closest is taken for each, and
+            what the model returns besides, a cache perhaps, is left out.
         module: The PyTorch module that they are of, if its type is to tell the layout.
     """
     if not ours or not theirs:
@@ -120,8 +124,10 @@ def compared(ours: Sequence[Kept], theirs: Sequence[Kept], module: Any = None) -
         matches = [match for other in others if (match := _closest(mine, other, module)) is not None]
         if not matches and others is not theirs:
             matches = [match for other in theirs if (match := _closest(mine, other, module)) is not None]
-        if not matches:
+        if not matches and (not i or len(ours) == len(theirs)):
             return None
+        if not matches:
+            continue
         found.append(min(matches, key=lambda match: match.relative))
     return found
 
@@ -132,8 +138,9 @@ def _closest(mine: Kept, other: Kept, module: Any) -> Match | None:
 
 
 def _match(mine: Kept, other: Kept) -> Match:
-    difference, scale = difference_of(mine.values, other.values)
-    return Match(mine.values, other.values, difference, scale, max(mine.precision, other.precision))
+    a, b = np.broadcast_arrays(mine.values, other.values)
+    difference, scale = difference_of(a, b)
+    return Match(a, b, difference, scale, max(mine.precision, other.precision))
 
 
 def difference_of(a: Array, b: Array) -> tuple[float, float]:
@@ -169,13 +176,29 @@ def _layouts(shape: tuple[int, ...], theirs: Array, module: Any) -> Iterator[Arr
     if theirs.shape == shape and name.removesuffix("1d") in _FEATURES_LAST:
         yield theirs
         return
-    moved = [np.moveaxis(theirs, 1, -1)] if theirs.ndim > 2 else []
+    moved = [np.moveaxis(theirs, axis, -1) for axis in (1, 0)] if theirs.ndim > 2 else []
     moved += [theirs.swapaxes(0, 1)] if theirs.ndim == 3 else []
     fitting = [laid for laid in (theirs, *moved) if laid.shape == shape]
     if fitting:
         yield from fitting
-    elif theirs.size == np.prod(shape, dtype=np.int64):  # heads apart or joined, a map or its pixels in a row
-        yield from (laid.reshape(shape) for laid in (theirs, *moved))
+        return
+    joined = [laid.reshape(shape) for laid in (theirs, *moved) if _only_joins(laid.shape, shape)]
+    yield from joined  # heads apart or joined, a map or its pixels in a row
+    if not joined and {shape, theirs.shape} & {_broadcast(shape, theirs.shape)}:  # positions, one row for all
+        yield theirs
+
+
+def _broadcast(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...] | None:
+    try:
+        return np.broadcast_shapes(a, b)
+    except ValueError:
+        return None
+
+
+def _only_joins(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Whether one shape is the other with some neighbouring axes joined."""
+    ends = [set(itertools.accumulate(shape, operator.mul, initial=1)) for shape in (a, b)]
+    return math.prod(a) == math.prod(b) and (ends[0] <= ends[1] or ends[1] <= ends[0])
 
 
 def channel_axis(name: str, rank: int) -> int | None:

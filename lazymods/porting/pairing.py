@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import nnx
 
+from lazymods import _graph
 from lazymods._graph import dotted
+from lazymods.porting.contents import by_content
 from lazymods.state import names
 from lazymods.state.entries import Survey
 from lazymods.state.files.stored import StoredTensor
@@ -45,16 +47,17 @@ class Pair(NamedTuple):
 
 
 def pairs(model: Any, torch_module: Any, matched: Matched | None) -> list[Pair]:
-    """Pair the modules of a model with those of a PyTorch module, innermost ones only.
+    """Pair the modules of a model with those of a PyTorch module.
 
     Args:
         model: The model, initialized.
         torch_module: The PyTorch module.
         matched: For each name of the model the entries that it was loaded from; None, or if they are none of the
-            PyTorch module's: by the names, as a load matches them.
+            PyTorch module's: by the names, as a load matches them, and what has no name in common by its values.
     """
     entries = list(torch_module.state_dict())
     origins = _in_terms_of(entries, matched or {}) or _in_terms_of(entries, _by_name(model, torch_module))
+    origins |= by_content(model, torch_module, origins)
     ours = _contents(origins.items())
     used = {name for found in origins.values() for name in found}
     theirs = _contents((name, (name,)) for name in used)
@@ -64,11 +67,9 @@ def pairs(model: Any, torch_module: Any, matched: Matched | None) -> list[Pair]:
         if name in theirs and "parametrizations" not in name.split("."):
             counterpart[theirs[name]] = name
     groups: dict[frozenset[str], list[Site]] = collections.defaultdict(list)
-    seen: set[int] = set()
-    for site in sites(model):
+    for site in _all_sites(model):
         name = dotted(site.path)
-        if isinstance(site.node, nnx.Module) and callable(site.node) and name in ours and id(site.node) not in seen:
-            seen.add(id(site.node))
+        if isinstance(site.node, nnx.Module) and callable(site.node) and name in ours:
             groups[ours[name]].append(site)
     found = []
     for contents, group in groups.items():
@@ -77,6 +78,14 @@ def pairs(model: Any, torch_module: Any, matched: Matched | None) -> list[Pair]:
             name = counterpart[contents]
             found.append(Pair(site, name, modules[name]))
     return found
+
+
+def _all_sites(model: Any) -> list[Site]:
+    """Return every module once, also those that are read and written with the module that holds them."""
+    known = {}
+    for site in sites(model):
+        known.setdefault(id(site.node), site)
+    return [known.get(id(node), Site(node, path, f"{dotted(path)}.")) for path, node in _graph.nodes(model)]
 
 
 def _innermost(group: list[Site]) -> Site | None:

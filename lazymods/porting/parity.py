@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from flax import nnx
+from jax.core import Tracer
 
-from lazymods import _graph
-from lazymods._errors import Problem, UninitializedError
+from lazymods import _compat, _graph
+from lazymods._errors import LazyError, Problem, UninitializedError, located
 from lazymods._graph import dotted
 from lazymods._layer import lifecycle
 from lazymods._model.hooks import unhooked_class
@@ -66,13 +68,17 @@ def parity(
         A report that prints as a table: ``agrees``, ``first``, ``reason``, ``write``, ``rows``, ``notes``.
 
     Raises:
-        UninitializedError: If a parameter of the model has no value yet.
-        TypeError: If ``torch_module`` is no module of PyTorch.
+        UninitializedError: If a parameter of either has no value yet.
+        LazyError: Inside a transform or a block of lazy tensors.
+        TypeError: If ``model`` is no nnx module, or ``torch_module`` no module of PyTorch.
     """
     torch = sys.modules.get(MODULE)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"parity compares an nnx.Module, got {type(model).__name__}")
     if torch is None or not isinstance(torch_module, torch.nn.Module):
         raise TypeError(f"parity compares with a torch.nn.Module, got {type(torch_module).__name__}")
-    _check_initialized(model)
+    _check_outside_of_traces(model)
+    _check_initialized(model, torch_module)
     with lifecycle.LOCK:
         found = pairs(model, torch_module, None if result is None else result.matched)
         watched = [pair.site.node for pair in found]
@@ -84,7 +90,8 @@ def parity(
         comparison.add(pair, n, mine, other)
     if all(pair.site.path for pair in kept):
         root = Pair(Site(model), "", torch_module)
-        comparison.add(root, 0, Call(ours.inputs, ours.outputs), Call(theirs.inputs, theirs.outputs))
+        whole = Call(ours.inputs, ours.outputs), Call(theirs.inputs, theirs.outputs)
+        comparison.add(root, 0, *whole, is_whole=True)
     notes = [*_settings(kept), *map(_note, comparison.suspects), *_uncompared(model, kept, ours, theirs)]
     reason = comparison.reason(model, torch_module)
     return ParityReport(
@@ -92,11 +99,23 @@ def parity(
     )
 
 
-def _check_initialized(model: nnx.Module) -> None:
-    lazy = _graph.uninitialized_paths(model)
-    if lazy:
-        needed, line = "a value: only an initialized model can be compared", "lm.load(model, ...) before lm.parity"
-        raise UninitializedError(*(Problem(name, "no value yet", needed, line) for name in lazy))
+def _check_outside_of_traces(model: nnx.Module) -> None:
+    traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(nnx.state(model)))
+    if traced or _compat.current_trace() is not _compat.eval_trace():
+        got = "a call inside a transform, or a block of lazy tensors"
+        needed = "values: PyTorch has to run on the same ones"
+        raise LazyError(Problem("lm.parity", got, needed, "lm.parity outside of it"))
+
+
+def _check_initialized(model: nnx.Module, torch_module: Any) -> None:
+    needed, line = "a value: only an initialized model can be compared", "lm.load(model, ...) before lm.parity"
+    problems = [Problem(name, "no value yet", needed, line) for name in _graph.uninitialized_paths(model)]
+    is_lazy, line = sys.modules[MODULE].nn.parameter.is_lazy, "torch_module(x) once, before lm.load and lm.parity"
+    for name, parameter in torch_module.named_parameters():
+        if is_lazy(parameter):
+            problems.append(Problem(located(name, "PyTorch"), "no value yet", needed, line))
+    if problems:
+        raise UninitializedError(*problems)
 
 
 def _run(
@@ -148,6 +167,7 @@ class _Failure(NamedTuple):
     mine: Call
     other: Call
     outputs: list[Match] | None
+    is_whole: bool
 
 
 class _Comparison:
@@ -163,9 +183,9 @@ class _Comparison:
         inputs = compared(ours.inputs, theirs.inputs) or ()
         self._earlier = [Earlier("the model's input", match) for match in inputs if match.agrees(tolerance)]
 
-    def add(self, pair: Pair, n: int, mine: Call, other: Call) -> None:
-        """Compare one call."""
-        matches = compared(mine.outputs, other.outputs, pair.module if pair.site.path else None)
+    def add(self, pair: Pair, n: int, mine: Call, other: Call, *, is_whole: bool = False) -> None:
+        """Compare one call; that of the whole model, if it is no layer itself."""
+        matches = compared(mine.outputs, other.outputs, None if is_whole else pair.module)
         worst = max(matches or (), key=lambda match: match.relative, default=None)
         row = ParityRow(
             path=pair.path,
@@ -179,12 +199,12 @@ class _Comparison:
             agrees=matches is not None and all(match.agrees(self._tolerance) for match in matches),
         )
         self.rows.append(row)
-        if self.first is None and pair.site.path:
+        if self.first is None and not is_whole:
             self._suspect(row, compared(mine.inputs, other.inputs, pair.module))
         if self.first is None and row.agrees:
             self._earlier += [Earlier(f"the output of {row.where}", match) for match in matches or ()]
         elif self.first is None:
-            self.first, self._failure = row, _Failure(pair, mine, other, matches)
+            self.first, self._failure = row, _Failure(pair, mine, other, matches, is_whole)
 
     def _suspect(self, row: ParityRow, inputs: list[Match] | None) -> None:
         """Note another activation, even one so close that the numbers still agree."""
@@ -197,14 +217,16 @@ class _Comparison:
         """Say why the first row that differs does."""
         if self.first is None or self._failure is None:
             return Reason("")
-        pair, mine, other, outputs = self._failure
-        if not pair.site.path:
+        pair, mine, other, outputs, is_whole = self._failure
+        if is_whole:
             found = reasons.of_modes(model, torch_module) or self._between(pair, outputs)
             misfit = f"the model's output is {_shown(mine)}, PyTorch's {_shown(other)}"
             return found or (self._unknown("the output") if outputs is not None else Reason(misfit))
         inputs = compared(mine.inputs, other.inputs, pair.module)
         if inputs is None or all(match.agrees(self._tolerance) for match in inputs):
-            return reasons.of_layer(pair, mine.inputs[0].values.shape if mine.inputs else (), self._torch)
+            found = reasons.of_layer(pair, mine.inputs[0].values.shape if mine.inputs else (), self._torch)
+            misfit = f"its output is {_shown(mine)}, PyTorch's {_shown(other)}"
+            return found or Reason(reasons.unexplained(pair) if outputs is not None else misfit)
         found = reasons.of_modes(model, torch_module) or self._between(pair, inputs)
         return found or self._unknown(f"the input of {self.first.where}")
 

@@ -18,6 +18,7 @@ from lazymods.state.layouts.table import rule_for
 
 _TORCH_EPSILONS = ("eps", "variance_epsilon")
 _SAME_VALUES = 1e-6
+_PAD_MODES = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}
 
 
 class Reason(NamedTuple):
@@ -27,20 +28,23 @@ class Reason(NamedTuple):
     write: str = ""
 
 
-def of_layer(pair: Pair, shape: Sequence[int], torch: Any) -> Reason:
-    """Say why a layer may differ whose input does not.
+def of_layer(pair: Pair, shape: Sequence[int], torch: Any) -> Reason | None:
+    """Say why a layer may differ whose input does not; None if no setting tells.
 
     Args:
         pair: The layer and its counterpart.
         shape: The shape of its input, or () if it is not known.
         torch: The torch module.
     """
-    for found in (_of_mode(pair), _of_parameters(pair, torch), next(settings(pair, shape), None), _of_dtype(pair)):
-        if found is not None:
-            return found
+    found = _of_mode(pair), _of_parameters(pair, torch), next(settings(pair, shape), None), _of_dtype(pair)
+    return next((reason for reason in found if reason is not None), None)
+
+
+def unexplained(pair: Pair) -> str:
+    """Say all that is known of a layer that differs for none of the reasons above."""
     ours, theirs = type(pair.site.node).__name__, type(pair.module).__name__
     same = "its input and its parameters are PyTorch's"
-    return Reason(f"{same}: {ours} computes something else than {theirs}, or has other options")
+    return f"{same}: {ours} computes something else than {theirs}, or has other options"
 
 
 # ---------------------------------------------------------------- modes
@@ -104,6 +108,8 @@ def _of_parameters(pair: Pair, torch: Any) -> Reason | None:
         mine = np.asarray(value).astype(np.float64)
         if type(pair.module).__name__ == "Conv1D" and leaf == "weight":  # transformers': it has no transpose
             mine = mine.T
+        if mine.shape != theirs.values.shape and mine.size == theirs.values.size:
+            continue  # a layout of a library's own
         if mine.shape != theirs.values.shape or _differ(mine, theirs.values, theirs.precision):
             return _other_parameter(pair, leaf, mine, theirs.values)
     return None
@@ -145,8 +151,10 @@ def settings(pair: Pair, shape: Sequence[int] = ()) -> Iterator[Reason]:
     """
     node, module = pair.site.node, pair.module
     yield from _epsilon(pair)
-    if isinstance(node, nnx.Conv) and hasattr(module, "stride") and not hasattr(module, "output_padding_mode"):
+    if isinstance(node, nnx.Conv) and hasattr(module, "stride"):
         yield from _convolution(node, module, shape)
+    if isinstance(node, nnx.ConvTranspose) and hasattr(module, "output_padding"):
+        yield from _transposed(node, module)
     for ours, theirs in (("num_groups", "num_groups"), ("num_heads", "num_heads"), ("feature_group_count", "groups")):
         a, b = pair.site.get(ours), getattr(module, theirs, None)
         if isinstance(a, int) and isinstance(b, int) and a != b:
@@ -155,9 +163,12 @@ def settings(pair: Pair, shape: Sequence[int] = ()) -> Iterator[Reason]:
 
 def _epsilon(pair: Pair) -> Iterator[Reason]:
     ours = pair.site.get("epsilon")
-    name = next((name for name in _TORCH_EPSILONS if isinstance(getattr(pair.module, name, None), float)), None)
-    if isinstance(ours, float) and name is not None and ours != getattr(pair.module, name):
-        theirs = getattr(pair.module, name)
+    found = {name: getattr(pair.module, name) for name in _TORCH_EPSILONS if hasattr(pair.module, name)}
+    name = next((name for name, value in found.items() if value is None or isinstance(value, float)), None)
+    theirs = None if name is None else getattr(pair.module, name)
+    if theirs is None and name is not None:  # of nn.RMSNorm: the rounding of float32, in which norms compute
+        theirs = float(np.finfo(np.float32).eps)
+    if isinstance(ours, float) and theirs is not None and ours != theirs:
         yield Reason(f"epsilon={ours:g}, PyTorch has {name}={theirs:g}", f"epsilon={theirs:g}")
 
 
@@ -169,11 +180,53 @@ def _convolution(node: nnx.Conv, module: Any, shape: Sequence[int]) -> Iterator[
         yield Reason(f"strides={strides}, PyTorch has stride={theirs}", f"strides={theirs}")
     if dilation != apart:
         yield Reason(f"kernel_dilation={dilation}, PyTorch has dilation={apart}", f"kernel_dilation={apart}")
-    wanted = _torch_padding(module, apart, rank)
     given = _padding(node, strides, dilation, shape)
+    if not shape and (given is None or not any(map(any, given))):  # the code before it may pad
+        return
+    mode = getattr(module, "padding_mode", "zeros")
+    if mode != "zeros" and (mode, node.padding) != ("circular", "CIRCULAR"):
+        line = f'jnp.pad(x, ..., mode="{_PAD_MODES[mode]}") before it, and padding="VALID"'
+        yield Reason(f"padding={node.padding!r} pads by zeros, PyTorch has padding_mode={mode!r}", line)
+        return
+    wanted = _torch_padding(module, apart, rank)
     if given is not None and given != wanted:
         shown = f"padding={node.padding!r}" + (f" at strides {strides}" if max(strides) > 1 else "")
         yield Reason(f"{shown} pads {given}, PyTorch {wanted}", f"padding={wanted}")
+
+
+def _transposed(node: nnx.ConvTranspose, module: Any) -> Iterator[Reason]:
+    rank = len(module.kernel_size)
+    parts = (module.kernel_size, module.dilation, module.padding, module.output_padding)
+    reach = [(d * (k - 1) - p, out) for k, d, p, out in zip(*parts, strict=True)]
+    wanted = tuple((left, left + out) for left, out in reach)
+    strides, theirs = _each(node.strides, rank), _each(module.stride, rank)
+    if strides != theirs:
+        yield Reason(f"strides={strides}, PyTorch has stride={theirs}", f"strides={theirs}")
+    given = _transposed_padding(node.padding, module, strides)
+    if given is not None and given != wanted:
+        text = f"padding={node.padding!r} pads {given}, PyTorch's padding={module.padding} of a transposed convolution"
+        yield Reason(f"{text} {wanted}", f"padding={wanted}")
+
+
+def _transposed_padding(padding: Any, module: Any, strides: Sequence[int]) -> tuple[tuple[int, int], ...] | None:
+    """Return what a transposed convolution pads, as ``jax.lax.conv_transpose`` says; None if it is not by zeros."""
+    if not isinstance(padding, str):
+        return _pairs(padding, len(strides))
+    if padding not in ("SAME", "VALID"):
+        return None
+    found = []
+    for k, d, s in zip(module.kernel_size, module.dilation, strides, strict=True):
+        reach = (k - 1) * d + 1
+        total = reach + s - 2 + (max(reach - s, 0) if padding == "VALID" else 0)
+        left = reach - 1 if padding == "VALID" else s - 1 if s > reach - 1 else -(-total // 2)
+        found.append((left, total - left))
+    return tuple(found)
+
+
+def _pairs(padding: Any, rank: int) -> tuple[tuple[int, int], ...]:
+    if isinstance(padding, int):
+        return ((padding, padding),) * rank
+    return tuple((p, p) if isinstance(p, int) else (int(p[0]), int(p[1])) for p in padding)
 
 
 def _each(value: Any, rank: int) -> tuple[int, ...]:
@@ -185,10 +238,8 @@ def _padding(
 ) -> tuple[tuple[int, int], ...] | None:
     """Return what a convolution pads; None if that depends on a size that is not known, or is no padding by zeros."""
     padding, rank = node.padding, len(node.kernel_size)
-    if isinstance(padding, int):
-        return ((padding, padding),) * rank
     if not isinstance(padding, str):
-        return tuple((p, p) if isinstance(p, int) else (int(p[0]), int(p[1])) for p in padding)
+        return _pairs(padding, rank)
     spatial = tuple(shape[-rank - 1 : -1])
     if padding not in ("SAME", "VALID", "SAME_LOWER") or len(spatial) != rank:
         return None

@@ -45,6 +45,6 @@ def known_buffer(name: str, tensor: Any) -> str | None:
 def _is_causal(mask: np.ndarray[Any, Any]) -> bool:
     """Whether a matrix is a causal mask: ones up to the diagonal and zeros beyond, or what is added to scores."""
     below = np.tril(np.ones(mask.shape, bool))
-    if np.array_equal(mask.astype(np.float64), below):
-        return True
+    if np.array_equal(mask != 0, below):
+        return bool((mask[below] == 1).all())
     return bool((mask[below] == 0).all() and (mask[~below].astype(np.float64) <= -1e4).all())

@@ -13,19 +13,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from lazymods import _graph
 from lazymods._error_lists import cause_of, collapsed
 from lazymods._errors import describe
 from lazymods._initial.keys import is_key
 from lazymods._layer import lifecycle, stacks
+from lazymods._shardings import Rules
 from lazymods.state import modes
 from lazymods.state.beside import Beside
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
-from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, is_mapped, printable, refuse
+from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, check_booleans, is_mapped, printable, refuse
 from lazymods.state.flow import Rename, has_array_rules
 from lazymods.state.load import LoadResult, Origin, load_entries
+from lazymods.state.load_plan import is_spread_place
 from lazymods.state.parts import may_fit, part_of
+from lazymods.state.placing import Placing, is_placed, placing_for
 from lazymods.state.prepared import Prepared, prepare, why_missing
 from lazymods.state.progress import progress_bar
 from lazymods.state.sources import read_source
@@ -47,15 +51,17 @@ def load(
     strict: bool = True,
     mismatched: str = "error",
     dtype: Any = None,
+    mesh: Mesh | None = None,
+    rules: Rules | None = None,
     mode: str | None = None,
     progress: bool | None = None,
 ) -> LoadResult:
     """Load a checkpoint into a model, lazy or not.
 
     Lazy layers take their sizes from the file and become their classes at once; nothing is traced, initialized or
-    run (but for one run without values where a ``flatten`` may have been forgotten). Bytes go to the device once: on a CPU the parameters are the mapped file itself wherever its tensors are
-    aligned, as in every file that :func:`save` writes. All or nothing: if anything is wrong, all of it is told and the
-    model is as it was.
+    run, but for one run without values where a ``flatten`` may have been forgotten. Bytes go to the device once: on a
+    CPU the parameters are the mapped file itself wherever its tensors are aligned, as in every file that :func:`save`
+    writes. All or nothing: if anything is wrong, all of it is told and the model is as it was.
 
     Args:
         model: An nnx module, or any nnx object, also one that ``nnx.eval_shape`` made; or a dict of a training state
@@ -89,6 +95,12 @@ def load(
         dtype: The dtype that the floating-point parameters (``nnx.Param``) get that are loaded, and that their layers
             compute in where they follow ``param_dtype``; ``"file"``: each gets that of its entry. None: each keeps its
             own, as statistics, an optimizer's moments and raw arrays do.
+        mesh: The devices that the arrays go to, as ``rules`` say; each process reads what its own hold. None: the mesh
+            of ``jax.set_mesh``, else each array stays where the model has it.
+        rules: ``(regular expression, PartitionSpec)`` pairs, of which the first wins that is found in a parameter's
+            name, or a function of name, shape and dtype that returns a PartitionSpec or None. What no rule names
+            follows its ``out_sharding`` metadata; what has none is copied to each device. In a training state the
+            names are those of the module itself, and an optimizer's state goes where its parameter does.
         mode: ``"eval"`` or ``"train"``: the mode that the model is put in, as by ``model.eval()``. None: it stays in
             its own, training for Flax's layers, and the result says so where that matters.
         progress: Show a progress bar on stderr; None: on a terminal, for long loads.
@@ -101,6 +113,7 @@ def load(
         CheckpointError: If the file is not what it claims to be.
         StateDictError: If its entries do not fit the model, as for :func:`load_state_dict`.
         UninitializedError: If a lazy layer is an argument of a transform of Flax that cannot carry new parameters out.
+        LazyError: If parameters do not fit on the mesh; it lists all of them.
         FileNotFoundError: If there is no such file.
         TypeError: If the model is neither an nnx object nor a dict or list that can be written to, or the source or
             ``rename`` is none.
@@ -126,6 +139,7 @@ def load(
         3
     """
     _check_options(layout, flatten, dtype, mode)
+    placing = placing_for(mesh, rules)
     ignored, may_miss = _patterns("ignore", ignore), _patterns("missing", missing)
     with lifecycle.LOCK, stacks.apart(abstract=True):
         survey = Survey(model)
@@ -137,7 +151,7 @@ def load(
             part, prepared, begin = part_of(survey, file, reader, root)
             beside = Beside(survey, part, prepared, layout, flatten)
             prepared = beside.prepared
-            return part, prepared, begin, _values(survey, prepared.entries), file.roots, beside
+            return part, prepared, begin, _values(survey, prepared.entries, placing), file.roots, beside
 
         as_stored = layout == "torch" or has_array_rules(rename)
         file, prepared, begin, entries, roots, beside = read_source(source, read, as_stored=as_stored, variant=variant)
@@ -171,6 +185,7 @@ def load(
                 report.why_missing,
                 [f"nothing of the file fits {text}, of rename" for text in prepared.flow.unused],
                 beside.wrong_heads(),
+                placing,
             )
             options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if is_training_state(model):
@@ -237,7 +252,7 @@ def _notes(left: Mapping[str, str | None], begin: str, roots: Collection[str]) -
     for name, what in left.items():
         kinds.setdefault(what or "as asked", []).append(name)
     for what, found in kinds.items():
-        names = collapsed(found)
+        names = list(map(printable, collapsed(found)))
         notes.append(f"ignored {', '.join(names[:4])}{', ...' if len(names) > 4 else ''} ({what})")
     others = [root for root in roots if f"{root}." != begin]
     if begin and others:
@@ -320,8 +335,11 @@ def _weak(file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> set[str]:
     return {new for new, old in sources.items() if any(file.aliases.get(name, name) in file.weak for name in old)}
 
 
-def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Read what the model has a place for; what does not fit there is told by its shape, and not read."""
+def _values(survey: Survey, entries: Mapping[str, Any], placing: Placing | None) -> dict[str, Any]:
+    """Read what the model has a place for; what does not fit there is told by its shape, and not read.
+
+    What goes to several devices is read when it is known which part goes where.
+    """
     # hooks may give an entry another name, and an optimizer without a state gets one later
     everything = survey.hooked or is_training_state(survey.model)
     out = dict(entries)
@@ -329,19 +347,25 @@ def _values(survey: Survey, entries: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, StoredTensor):
             place = survey.places.get(name) or survey.places.get(base_name(name))
             if place is not None and not survey.hooked and not may_fit(place, name, value):
-                out[name] = Unread.of(value)
+                out[name] = Unread(value)
+            elif not survey.hooked and _is_for_several(place, name, placing):
+                out[name] = Unread(value)
             elif place is not None or everything:
                 out[name] = value.read()
     return out
 
 
+def _is_for_several(place: Place | None, name: str, placing: Placing | None) -> bool:
+    if place is None:  # it is unexpected, or of an optimizer that has no state yet
+        return placing is not None
+    return place.name == name and (is_spread_place(place) or (placing is not None and is_placed(place)))
+
+
 def _check_booleans(entries: Mapping[str, Any], file: Checkpoint) -> None:
     """Refuse booleans that are neither 0 nor 1: what is computed from them could be anything."""
     for name, value in entries.items():
-        if not isinstance(value, np.ndarray) or value.dtype != bool or not value.size or _is_spread(value):
-            continue
-        if value.view(np.uint8).max() > 1:
-            raise refuse(file.path, "bytes other than 0 and 1", "booleans", tensor=name)
+        if isinstance(value, np.ndarray):
+            check_booleans(file.path, name, value)
 
 
 def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], file: Checkpoint) -> None:
@@ -351,7 +375,7 @@ def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], fi
         if place is None or place.name == name or not is_key(place.value):
             continue
         is_text = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim == 1
-        kind = value.tobytes().decode(errors="replace") if is_text and not _is_spread(value) else None
+        kind = value.tobytes().decode(errors="replace") if is_text else None
         try:
             jax.eval_shape(lambda kind=kind: jax.random.key(0, impl=kind or "none"))
         except ValueError as error:
@@ -383,7 +407,7 @@ def _warn_of_quantized(places: Mapping[str, Place], entries: Mapping[str, Any], 
     suspects = [
         name
         for name, value in entries.items()
-        if isinstance(value, np.ndarray)
+        if isinstance(value, (np.ndarray, Unread))
         and value.ndim >= 2
         and value.dtype.itemsize == 1
         and value.dtype != bool

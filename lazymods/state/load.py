@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from lazymods import _compat, _graph
 from lazymods._error_lists import cause_of
@@ -20,6 +21,8 @@ from lazymods._errors import (
     located,
 )
 from lazymods._graph import LOCAL, MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
+from lazymods._initial import placement
+from lazymods._initial.shards import put as put_on_mesh
 from lazymods._layer import first_call, held, lifecycle, param_dtypes, stacks, structure
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
@@ -28,11 +31,13 @@ from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
 from lazymods._memory import Incoming, transfer
 from lazymods._snapshot import Snapshot
+from lazymods._spread import goes_to_several
 from lazymods.state import by_trial, tied_heads
 from lazymods.state import missing as missing_entries
-from lazymods.state.entries import Survey, home_trace, is_buffer, prefix_of
+from lazymods.state.entries import Place, Survey, home_trace, is_buffer, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread
-from lazymods.state.load_plan import LoadPlan, Write, make_plan
+from lazymods.state.load_plan import LoadPlan, Write, is_spread_place, make_plan
+from lazymods.state.placing import Placing, Target, is_placed
 from lazymods.state.plain import decoded
 from lazymods.state.values import cast, is_weak, own, same_values, weakly_typed
 
@@ -116,6 +121,7 @@ class Origin(NamedTuple):
         why_missing: Returns, for names without an entry, what was got instead and the line to write, where it is known.
         remarks: What an error says below its heading.
         problems: What is wrong with the entries beside what does not fit.
+        placing: Where on a mesh the arrays go; None: where the model has them.
     """
 
     name: str = "the state dict"
@@ -130,6 +136,11 @@ class Origin(NamedTuple):
     why_missing: Callable[[Sequence[str]], Mapping[str, tuple[str, str]]] = lambda names: {}
     remarks: Sequence[str] = ()
     problems: Sequence[Problem] = ()
+    placing: Placing | None = None
+
+    def in_parts(self, place: Place) -> bool:
+        """Whether what goes to a place is read part by part, for several devices."""
+        return is_spread_place(place) or (self.placing is not None and is_placed(place))
 
 
 TORCH_LEAVES = ("weight", "num_batches_tracked", "running_mean", "running_var", "in_proj_weight", "weight_ih_l0")
@@ -174,16 +185,17 @@ def load_entries(
             found = _found_by_hooks(before, given, origin)
             survey = Survey(model)  # a hook may do anything
         entries = decoded(given, survey.places)
-        plan = make_plan(survey, entries, skip=mismatched == "skip", dtype=dtype)
+        options = {"skip": mismatched == "skip", "dtype": dtype, "in_parts": origin.in_parts}
+        plan = make_plan(survey, entries, **options)
         fitted = by_trial.fitted(survey, entries)
         snapshot = Snapshot(model) if plan.grown or fitted else None
         try:
             if plan.grown or fitted:  # layers that hold more at the sizes of their entries than what was known
                 _grow(plan, fitted)
                 survey = Survey(model)
-                given = {n: _read(v) if n in survey.places else v for n, v in given.items()}
+                given = {n: _read(v, survey.places.get(n), origin) for n, v in given.items()}
                 entries = decoded(given, survey.places)
-                plan = make_plan(survey, entries, skip=mismatched == "skip", dtype=dtype, fitted=fitted)
+                plan = make_plan(survey, entries, fitted=fitted, **options)
             matched = {name: found.get(name, (name,)) for name in plan.writes}
             unexpected = [name for name in plan.unexpected if name not in origin.ignored]
             result = LoadResult(plan.missing, unexpected, plan.mismatched, matched)
@@ -196,6 +208,9 @@ def load_entries(
                 if dtype is not None:
                     param_dtypes.follow([node for _, node in _graph.nodes(model)])
                 LOCAL.apart.put_together()
+                if origin.placing is not None and plan.leaves_some:
+                    with stacks.together():
+                        origin.placing.move_rest(Survey(model))
             for node in reversed(after):  # children before parents
                 run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
@@ -236,10 +251,12 @@ def _grow(plan: LoadPlan, fitted: Sequence[tuple[Any, AbstractModule]]) -> None:
         structure.set_shapes(layer, abstract)
 
 
-def _read(value: Any) -> Any:
+def _read(value: Any, place: Place | None, origin: Origin) -> Any:
     """Read an entry that was left in its file for want of a place, or of one of its shape."""
-    value = value.stored if isinstance(value, Unread) else value
-    return value.read() if isinstance(value, StoredTensor) else value
+    if place is None or not isinstance(value, (Unread, StoredTensor)):
+        return value
+    stored = value.stored if isinstance(value, Unread) else value
+    return Unread(stored) if origin.in_parts(place) else stored.read()
 
 
 def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[str, Any]:
@@ -363,9 +380,14 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
 def _write_values(plan: LoadPlan, origin: Origin) -> None:
     """Make all values, then write them: into arrays of numpy in place, else in place of what is there."""
     writes = plan.writes.values()
+    placed = _placed(plan, origin)
+    goals = _goals(plan) | placed
     batch = [w for w in writes if _is_transferred(w)]
-    arrays = transfer([_incoming(w, origin) for w in batch], origin.advance)
-    on_device = {w.place.name: a for w, a in zip(batch, arrays, strict=True)}
+    spread = [w for w in batch if goes_to_several(goals[w.place.name])]
+    whole = [w for w in batch if not goes_to_several(goals[w.place.name])]
+    on_device = _spread(plan, spread, goals, origin) if spread else {}
+    arrays = transfer([_incoming(w, goals[w.place.name], origin) for w in whole], origin.advance)
+    on_device |= {w.place.name: a for w, a in zip(whole, arrays, strict=True)}
     made: list[tuple[Write, Any]] = []
     parts: dict[tuple[Any, ...], tuple[Write, dict[Any, Any]]] = {}  # several may be parts of one tuple
     shared = [w for w in writes if _is_shared(w, origin)]
@@ -373,7 +395,7 @@ def _write_values(plan: LoadPlan, origin: Origin) -> None:
     fills = []
     for planned in writes:
         write = planned._replace(value=copies.get(planned.place.name, planned.value))
-        value = _new_value(write, on_device.get(write.place.name), origin)
+        value = _new_value(write, on_device.get(write.place.name), goals.get(write.place.name), origin)
         if is_buffer(write.current):
             fills.append((write, value))
             value = write.current
@@ -384,8 +406,10 @@ def _write_values(plan: LoadPlan, origin: Origin) -> None:
     # the placeholders of raw arrays in what is made anew are found there
     made = [*((write, write.place.replace(values)) for write, values in parts.values()), *made]
     _fill(plan, fills, origin)
-    for write, value in made:  # nothing fails from here on that could be known before
-        _put(plan.model, write, value)
+    places = {id(w.place.owner): (w.place.owner, goals[w.place.name]) for w in writes if w.place.name in placed}
+    with placement.places_of(places):
+        for write, value in made:  # nothing fails from here on that could be known before
+            _put(plan.model, write, value)
 
 
 def _fill(plan: LoadPlan, fills: Sequence[tuple[Write, Any]], origin: Origin) -> None:
@@ -404,7 +428,40 @@ def _fill(plan: LoadPlan, fills: Sequence[tuple[Write, Any]], origin: Origin) ->
 
 def _is_transferred(write: Write) -> bool:
     """Whether an entry goes to the device as it lies in memory; numpy's 64 bits are not JAX's to cut."""
-    return isinstance(write.value, np.ndarray) and write.dtype is not None and not isinstance(write.current, np.ndarray)
+    is_on_host = isinstance(write.value, (np.ndarray, Unread))
+    return is_on_host and write.dtype is not None and not isinstance(write.current, np.ndarray)
+
+
+def _goals(plan: LoadPlan) -> dict[str, Any]:
+    """Return where the model has each array, by name; None: on the default device, or the mesh that is set."""
+    goals: dict[str, Any] = {}
+    for name, write in plan.writes.items():
+        if write.dtype is not None and not isinstance(write.current, np.ndarray):
+            current = write.current
+            placed = isinstance(current, jax.Array) and not isinstance(current, Tracer) and current.committed
+            goals[name] = current.sharding if placed or isinstance(current, jax.ShapeDtypeStruct) else None
+    return goals
+
+
+def _placed(plan: LoadPlan, origin: Origin) -> dict[str, Any]:
+    """Return where arrays go on the mesh, by name."""
+    if origin.placing is None:
+        return {}
+    writes = [w for w in plan.writes.values() if w.dtype is not None and is_placed(w.place)]
+    return origin.placing.shardings(plan.survey, [Target(w.place, w.value.shape, w.dtype) for w in writes])
+
+
+def _spread(plan: LoadPlan, writes: Sequence[Write], goals: Mapping[str, Any], origin: Origin) -> dict[str, jax.Array]:
+    """Make the arrays that go to several devices."""
+    from lazymods.state.sharded_loading import Spread, load_spread  # most loads are for one device
+
+    entries = [Spread(w.place.name, w.value, w.dtype, goals[w.place.name], id(w.value) in origin.owned) for w in writes]
+    arrays, misfits = load_spread(entries, origin.advance)
+    wrong = [(w, misfits[w.place.name]) for w in writes if w.place.name in misfits]
+    if wrong:
+        problems = [plan.misfit(w.place, w.value, w.dtype, reason) for w, reason in wrong]
+        raise StateDictError(*problems, heading=_heading(plan.model, origin))
+    return {w.place.name: array for w, array in zip(writes, arrays, strict=True)}
 
 
 def _is_shared(write: Write, origin: Origin) -> bool:
@@ -414,26 +471,27 @@ def _is_shared(write: Write, origin: Origin) -> bool:
     return is_kept and id(write.value) not in origin.owned
 
 
-def _incoming(write: Write, origin: Origin) -> Incoming:
-    current = write.current
-    if _graph.is_placeholder(current):
-        return Incoming(write.value, write.dtype, None, id(write.value) in origin.owned)
-    placed = isinstance(current, jax.Array) and not isinstance(current, Tracer) and current.committed
-    sharding = current.sharding if placed or isinstance(current, jax.ShapeDtypeStruct) else None
-    return Incoming(write.value, write.dtype, sharding, id(write.value) in origin.owned)
+def _incoming(write: Write, goal: Any, origin: Origin) -> Incoming:
+    value, owned = write.value, id(write.value) in origin.owned
+    return Incoming(value.stored.read() if isinstance(value, Unread) else value, write.dtype, goal, owned)
 
 
-def _new_value(write: Write, array: jax.Array | None, origin: Origin) -> Any:
+def _new_value(write: Write, array: jax.Array | None, goal: Any, origin: Origin) -> Any:
     if write.dtype is None:
         return write.value
     if isinstance(write.current, np.ndarray):
         return np.array(write.value, write.current.dtype)
-    if array is None:
-        array = cast(write.value, write.dtype, write.current)
+    new = array if array is not None else _at_goal(cast(write.value, write.dtype, write.current), goal)
     if write.place.name in origin.weak and not write.place.lazy:
-        return weakly_typed(array) if array.dtype == write.value.dtype else array
+        return weakly_typed(new) if new.dtype == write.value.dtype else new
     weak = write.place.name in origin.weak or is_weak(write.value)
-    return weakly_typed(array) if weak and _is_weak_place(write) else array
+    return weakly_typed(new) if weak and _is_weak_place(write) else new
+
+
+def _at_goal(array: jax.Array, goal: Any) -> jax.Array:
+    if goal is None or array.sharding == goal:
+        return array
+    return put_on_mesh(array, goal) if isinstance(goal, NamedSharding) else jax.device_put(array, goal)
 
 
 def _is_weak_place(write: Write) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,9 @@ from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import REFUSALS, ConstructorInit, LayerConfig, example_key
 from lazymods._layer.formulas import ShapeFormulas
 from lazymods._layer.placeholder import UninitializedVariable, fits, show_shape
+from lazymods._spread import is_spread
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
+from lazymods.state.files.stored import Unread
 from lazymods.state.plain import as_number
 from lazymods.state.values import (
     as_array,
@@ -31,6 +33,7 @@ from lazymods.state.values import (
     is_deleted,
     is_number,
     is_storable,
+    kind_problem,
     own,
     same_numbers,
     same_values,
@@ -49,6 +52,11 @@ class Write(NamedTuple):
     current: Any
 
 
+def is_spread_place(place: Place) -> bool:
+    """Whether the array that is there lies on several devices."""
+    return not place.lazy and is_spread(place.value)
+
+
 class LoadPlan:
     """What a load would do, and what is wrong with it.
 
@@ -58,6 +66,7 @@ class LoadPlan:
         skip: Whether entries whose shape does not fit are left out.
         dtype: The dtype that floating-point parameters (``nnx.Param``) get, or ``"file"`` for the one that each has
             among ``given``; None: each its own.
+        in_parts: Whether the values of a place are looked at when they are read, part by part.
 
     Attributes:
         lazy: The model's lazy layers, with their paths, children before parents.
@@ -70,12 +79,22 @@ class LoadPlan:
         uninitialized: Uninitialized entries for parameters that have a value.
     """
 
-    def __init__(self, survey: Survey, given: Mapping[str, Any], *, skip: bool, dtype: Any = None) -> None:
+    def __init__(
+        self,
+        survey: Survey,
+        given: Mapping[str, Any],
+        *,
+        skip: bool,
+        dtype: Any = None,
+        in_parts: Callable[[Place], bool] = is_spread_place,
+    ) -> None:
+        self.survey: Survey = survey
         self.model: Any = survey.model
         self.places: dict[str, Place] = survey.places
         self.given: Mapping[str, Any] = given
         self.skip: bool = skip
         self.dtype: Any = dtype
+        self.in_parts: Callable[[Place], bool] = in_parts
         self.lazy: list[tuple[Any, Any]] = [(p, n) for p, n in reversed(survey.nodes) if _graph.is_lazy_node(n)]
         self.sized: list[tuple[Any, AbstractModule]] = []
         self.grown: list[tuple[Any, AbstractModule]] = []
@@ -93,6 +112,12 @@ class LoadPlan:
         left = [self.places[name] for name in (*self.missing, *self.mismatched) if name in self.places]
         return any(not place.lazy and not place.is_rng and _may_be_drawn(place.value) for place in left)
 
+    @property
+    def leaves_some(self) -> bool:
+        """Whether the model will have entries that are not written, such as those that a layer initializes."""
+        sized = {id(layer) for layer, _ in self.sized}
+        return bool(self.missing or self.mismatched) or any(id(layer) not in sized for _, layer in self.lazy)
+
     def where(self, place: Place) -> str:
         """Name a place by its path and what is there."""
         return located(place.name, type(place.owner).__name__)
@@ -103,6 +128,17 @@ class LoadPlan:
         if not self.skip:
             write = 'mismatched="skip" to leave it out, or an entry that fits'
             self.problems.append(Problem(self.where(place), got, needed, write))
+
+    def cast_problem(self, place: Place, array: Any, dtype: Any) -> str | None:
+        """Say why an array cannot be cast, or return None; where it is read in parts, by its dtype only."""
+        if isinstance(array, (np.ndarray, Unread)) and self.in_parts(place):
+            return kind_problem(array, dtype)
+        return cast_problem(array, dtype)
+
+    def misfit(self, place: Place, array: Any, dtype: Any, reason: str) -> Problem:
+        """Return the problem of an array that cannot be cast."""
+        line = f"{place.name} in a dtype that casts to {np.dtype(dtype).name}"
+        return Problem(self.where(place), describe(array), reason, line)
 
     def problem(self, place: Place, got: str, needed: str, write: str) -> None:
         """Note that an entry cannot be written."""
@@ -147,6 +183,7 @@ def make_plan(
     skip: bool,
     dtype: Any = None,
     fitted: Sequence[tuple[Any, AbstractModule]] = (),
+    in_parts: Callable[[Place], bool] = is_spread_place,
 ) -> LoadPlan:
     """Check every entry against the model.
 
@@ -157,8 +194,9 @@ def make_plan(
         dtype: The dtype that floating-point parameters (``nnx.Param``) get, or ``"file"`` for the one that each has
             among ``given``; None: each its own.
         fitted: Layers whose sizes are known by other ways than formulas, with their abstract modules.
+        in_parts: Whether the values of a place are looked at when they are read, part by part.
     """
-    plan = LoadPlan(survey, given, skip=skip, dtype=dtype)
+    plan = LoadPlan(survey, given, skip=skip, dtype=dtype, in_parts=in_parts)
     used: set[str] = set()
     groups: dict[tuple[int, Any], list[Place]] = {}
     for place in plan.places.values():
@@ -229,9 +267,9 @@ def _check_entry(plan: LoadPlan, place: Place, value: Any) -> None:
         return
     made = plan.made_instead(place, tuple(array.shape))
     dtype = plan.target_dtype(place, array.dtype, made)
-    reason = cast_problem(array, dtype)
+    reason = plan.cast_problem(place, array, dtype)
     if reason is not None:
-        plan.problem(place, describe(array), reason, f"{place.name} in a dtype that casts to {np.dtype(dtype).name}")
+        plan.problems.append(plan.misfit(place, array, dtype, reason))
         return
     if isinstance(made, np.ndarray) and not isinstance(array, Tracer):
         array, dtype = np.array(array, dtype), None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 
 from lazymods.state.files.opening import held, open_checkpoint
 from lazymods.state.files.stored import Array, Checkpoint, StoredTensor, printable, refuse
+
+T = TypeVar("T")
 
 _SHOWN = 12  # entries of a representation
 
@@ -50,12 +52,7 @@ class OpenCheckpoint(Mapping[str, Array]):
             CheckpointError: If its bytes are damaged, or it is a folder that another save has replaced.
         """
         tensor = self._tensors[name]
-        if self._is_closed:
-            raise ValueError(f"{printable(str(self.checkpoint.path))} is closed: {name!r} can't be read any more")
-        array = tensor.read()
-        if not self._is_same():
-            got, needed = "another checkpoint, which a save has put in its place", "the one that was opened"
-            raise refuse(self.checkpoint.path, got, needed, tensor=name, write="lm.open(path), again")
+        array = self.read(lambda _: tensor.read(), name)
         if array.flags.writeable:
             array = array.view()
             array.flags.writeable = False
@@ -72,6 +69,28 @@ class OpenCheckpoint(Mapping[str, Array]):
     def __contains__(self, name: object) -> bool:
         """Say whether there is a tensor of a name, without reading it."""
         return name in self._tensors
+
+    def read(self, function: Callable[[Checkpoint], T], name: str = "") -> T:
+        """Return what a function makes of the file.
+
+        Args:
+            function: The function.
+            name: The tensor that it reads, for messages.
+
+        Raises:
+            ValueError: If the checkpoint is closed.
+            CheckpointError: If it is a folder that another save has replaced.
+            Exception: What the function raises.
+        """
+        if self._is_closed:
+            what = repr(name) if name else "it"
+            raise ValueError(f"{printable(str(self.checkpoint.path))} is closed: {what} can't be read any more")
+        try:
+            return function(self.checkpoint)
+        finally:
+            if not self._is_same():
+                got, needed = "another checkpoint, which a save has put in its place", "the one that was opened"
+                raise refuse(self.checkpoint.path, got, needed, tensor=name, write="lm.open(path), again")
 
     def spec(self, name: str) -> jax.ShapeDtypeStruct:
         """Return the shape and dtype of a tensor, without reading it.

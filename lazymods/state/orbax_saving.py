@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from lazymods._errors import CheckpointError, LazyError, Problem, describe
+from lazymods._errors import CheckpointError, LazyError, Problem, SaveError, describe
+from lazymods._spread import on_host
 from lazymods.state.files import orbax, replacing
 from lazymods.state.files.paths import check_orbax_path
 from lazymods.state.files.stored import MAX_NAME_BYTES, NOTES, printable, texts_as_array
@@ -24,18 +26,17 @@ class PendingSave:
     The interpreter does not end before the folder is complete.
     """
 
-    def __init__(self, checkpointer: Any, room: replacing.Room | None, path: Path) -> None:
+    def __init__(self, checkpointer: Any, work: _Work, path: Path) -> None:
         self._error: BaseException | None = None
         _wait_at_exit()
         _UNFINISHED.add(self)
-        self._thread = threading.Thread(target=self._finish, args=(checkpointer, room, path), name=f"saving {path}")
+        self._thread = threading.Thread(target=self._finish, args=(checkpointer, work, path), name=f"saving {path}")
         self._thread.start()
 
-    def _finish(self, checkpointer: Any, room: replacing.Room | None, path: Path) -> None:
+    def _finish(self, checkpointer: Any, work: _Work, path: Path) -> None:
         try:
             checkpointer.wait_until_finished()
-            if room is not None:
-                room.put_in_place(check_target)
+            work.put_in_place()
         except LazyError as error:
             self._error = error
         except Exception as error:
@@ -46,8 +47,7 @@ class PendingSave:
         finally:
             checkpointer.close()
             _WRITING.release()
-            if room is not None:
-                room.close()
+            work.close()
 
     @property
     def done(self) -> bool:
@@ -137,43 +137,114 @@ def begin_orbax(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Mappi
         got = "nothing: the state has no array and no number"
         needed = "an array: Orbax stores no folder without one"
         raise CheckpointError(Problem(printable(path.name), got, needed, _as_npz(path)))
-    known = {name: _compat_values.known(array, "save") for name, array in arrays.items()}
+    known = {name: _for_all(_compat_values.known(array, "save")) for name, array in arrays.items()}
     tree = _nested(known | {key: texts_as_array(texts) for key, texts in notes.items()})
-    room = None
+    work = None
     _WRITING.acquire()  # until the folder is written, in the background as well
     try:
-        room, new = _new_folder(path)
+        work = _Work(path)
         checkpointer = ocp.StandardCheckpointer()
         try:
-            checkpointer.save(new, tree)
+            checkpointer.save(work.new, tree)
         except BaseException:
             checkpointer.close()
             raise
     except BaseException as error:
         _WRITING.release()
-        if room is not None:
-            room.close()
+        if work is not None:
+            work.close()
         if isinstance(error, LazyError) or not isinstance(error, Exception):
             raise
         raise replacing.cannot_write(path, error) from error
-    return PendingSave(checkpointer, room, path)
+    return PendingSave(checkpointer, work, path)
 
 
-def _new_folder(path: Path) -> tuple[replacing.Room | None, Path]:
-    """Return the room in which the new folder is made, to the process that made it, and where all of them write."""
-    if jax.process_count() == 1:
-        room = _make_room(path)
-        return room, room.new
-    room, failed = None, None
-    if jax.process_index() == 0:
+def _for_all(array: Any) -> Any:
+    """Return an array as Orbax takes it from several processes: one that each has for itself as the first one's."""
+    is_own = jax.process_count() > 1 and isinstance(array, jax.Array) and array.is_fully_addressable
+    return on_host(array) if is_own else array
+
+
+class _Work:
+    """The new folder of a save: the first process makes it and puts it in its place; all of them write to it.
+
+    Attributes:
+        new: Where it is made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._room: replacing.Room | None = None
+        if jax.process_count() == 1:
+            self._room = _make_room(path)
+            self.new: Path = self._room.new
+            return
+        self._number = next(_NUMBERS)
+        self._meet("begins", f"a call of lm.save for {printable(str(path))} in every process, in the same order")
+        failed = None
+        if jax.process_index() == 0:
+            try:
+                self._room = _make_room(path)
+            except OSError as error:
+                failed = error
+        token = _told_by_the_first(self._room.token if self._room is not None else "")
+        if not token:
+            raise failed or OSError("the first process could not make a folder beside the target")
+        self.new = replacing.new_in(path, token)
+
+    def put_in_place(self) -> None:
+        """Give the folder its name; in every process it is there afterwards.
+
+        Raises:
+            CheckpointError: If it cannot be put there, or another process is gone.
+        """
+        if jax.process_count() == 1:
+            self._put()
+            return
+        needed = "the first process, which gives the folder its name"
         try:
-            room = _make_room(path)
-        except OSError as error:
-            failed = error
-    told = _told_by_the_first(room.token if room is not None else "")
-    if not told:
-        raise failed or OSError("the first process could not make a folder beside the target")
-    return room, replacing.new_in(path, told)
+            if self._room is not None:
+                self._put()
+        finally:
+            self._meet("ends", needed)
+            is_left = self.new.exists()  # in the first one's room, which it has kept
+            self._meet("has ended", needed)
+        if is_left and self._room is None:
+            raise OSError("the first process could not put the folder in its place; it says why")
+
+    def _put(self) -> None:
+        if self._room is not None:
+            self._room.put_in_place(check_target)
+            self.close()
+
+    def close(self) -> None:
+        """Remove the room with what is left in it."""
+        if self._room is not None:
+            self._room.close()
+            self._room = None
+
+    def _meet(self, what: str, needed: str) -> None:
+        """Wait for all processes, and not for ever.
+
+        Raises:
+            SaveError: If one does not come.
+        """
+        import orbax.checkpoint as ocp
+
+        wait = ocp.multihost.get_barrier_sync_fn()
+        try:
+            wait(key=f"lazymods_save_{self._number}_{what}", timeout_ms=int(MISSING_AFTER * 1000))
+        except Exception as error:
+            count = jax.process_count()
+            got = f"a process that is missing where the save {what}: {MISSING_AFTER} s were not enough for all {count}"
+            where, line = printable(str(self._path), 5000), "lm.save(model, path) in every process"
+            raise SaveError(Problem(where, got, needed, line)) from error
+
+
+MISSING_AFTER = 300.0
+"""How many seconds a save waits for a process that has not come."""
+
+_NUMBERS = itertools.count()  # of this process's saves, with others; they count alike
 
 
 def _make_room(path: Path) -> replacing.Room:

@@ -44,11 +44,11 @@ def read_source(
         Exception: What opening the file raises, or ``read``.
     """
     if isinstance(source, (str, bytes, os.PathLike)):
-        return read_checkpoint(source, read, variant=variant)
+        return read_checkpoint(os.fsdecode(source), read, variant=variant)
     if variant is not None:
         raise TypeError(f"variant names files of a folder, and the source is {describe(source)}")
     if isinstance(source, OpenCheckpoint):
-        return read(source.checkpoint)
+        return source.read(read)
     return read(_in_memory(source, as_stored=as_stored))
 
 

@@ -14,10 +14,14 @@ from jax.core import Tracer
 
 from lazymods._errors import describe
 from lazymods._layer.placeholder import strongly_typed
+from lazymods.state.files.stored import Unread
 
 
 def as_array(value: Any) -> Any:
-    """Return an array (or number) as JAX or numpy takes it, a tensor of PyTorch too, or None if it is neither."""
+    """Return an array (or number) as JAX or numpy takes it, a tensor of PyTorch too, or None if it is neither.
+
+    What has not been read stays so.
+    """
     if type(value) is np.ndarray and value.dtype.kind in "biufc":
         return value
     if isinstance(value, nnx.Variable):
@@ -29,6 +33,8 @@ def as_array(value: Any) -> Any:
     if isinstance(value, (bool, int, float, complex, np.generic)):
         array = np.asarray(value)  # of Python's objects for an integer of over 64 bits
         return array if _is_numeric(array) else None
+    if isinstance(value, Unread):
+        return value
     if hasattr(value, "shape") and hasattr(value, "__array__") and not isinstance(value, type):
         array = _converted(value)
         return array if array is not None and _is_numeric(array) else None
@@ -88,14 +94,21 @@ def cast_problem(array: Any, dtype: Any) -> str | None:
     source = array.dtype
     if source == dtype:
         return None
-    if jnp.issubdtype(source, np.complexfloating) and not jnp.issubdtype(dtype, np.complexfloating):
-        return f"a real array, for {describe(array)} would lose its imaginary part"
+    if kind_problem(array, dtype) is not None:
+        return kind_problem(array, dtype)
     if jnp.issubdtype(dtype, np.integer):
         return _integer_problem(np.asarray(array), dtype)
     if dtype == np.bool_ and not bool(np.all((np.asarray(array) == 0) | (np.asarray(array) == 1))):
         return "only zeros and ones, for a boolean"
     if jnp.issubdtype(dtype, jnp.inexact) and not isinstance(array, Tracer) and not _stays_finite(array, dtype):
         return f"numbers of a size that {np.dtype(dtype).name} has"
+    return None
+
+
+def kind_problem(array: Any, dtype: Any) -> str | None:
+    """Say why no array of this kind of numbers can be cast to a dtype, or return None."""
+    if jnp.issubdtype(array.dtype, np.complexfloating) and not jnp.issubdtype(dtype, np.complexfloating):
+        return f"a real array, for {describe(array)} would lose its imaginary part"
     return None
 
 

@@ -65,15 +65,17 @@ def forget_values(flow: Flow) -> None:
 
 def same_entries(left_out: Sequence[Entry], used: Sequence[Entry]) -> list[list[str]]:
     """Return the names of entries that were left out, each with that of a used one of the same bits: a tied head."""
+    def kind(entry: Entry) -> Any:
+        tensor = entry.tensor
+        return (tensor.shape, tensor.dtype) if isinstance(tensor, StoredTensor) and len(tensor.shape) > 1 else None
+
+    alike: dict[Any, list[Entry]] = {}
+    for entry in used if left_out else ():
+        alike.setdefault(kind(entry), []).append(entry)
     pairs = []
     for entry in left_out:
-        tensor = entry.tensor
-        if not isinstance(tensor, StoredTensor) or len(tensor.shape) < 2:
-            continue
-        for other in used:
-            twin = other.tensor
-            is_alike = isinstance(twin, StoredTensor) and (twin.shape, twin.dtype) == (tensor.shape, tensor.dtype)
-            if is_alike and _starts_as(tensor, twin) and same_values(tensor.read(), twin.read()):
+        for other in alike.get(kind(entry), ()) if kind(entry) else ():
+            if _starts_as(entry.tensor, other.tensor) and same_values(entry.tensor.read(), other.tensor.read()):
                 pairs.append([entry.sources[0], other.sources[0]])
                 break
     return pairs

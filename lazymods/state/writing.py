@@ -7,7 +7,7 @@ import json
 import os
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lazymods._errors import CheckpointError, LazyError, Problem, UninitializedE
 from lazymods._layer import stacks
 from lazymods._layer.placeholder import SIZE_LINE
 from lazymods._memory import ALIGNMENT
+from lazymods._spread import on_host
 from lazymods.state import plain
 from lazymods.state.entries import check_is_model, is_training_state, named_places
 from lazymods.state.files import safetensors
@@ -31,7 +32,7 @@ from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target, 
 from lazymods.state.state_dict import state_dict
 from lazymods.state.values import is_deleted, is_weak
 
-Arrays = dict[str, Array]
+Values = Mapping[str, Any]  # arrays of numpy and of JAX, each of which is brought to the host when it is written
 Notes = dict[str, dict[str, str]]  # ALIASES and WEAK, those that there are
 
 
@@ -92,8 +93,7 @@ def save(
     weak = {name: v.dtype.name for name, v in values.items() if is_weak(v)}
     notes = {key: texts for key, texts in ((ALIASES, aliases), (WEAK, weak)) if texts}
     if target.suffix:
-        arrays = {name: _to_host(value) for name, value in values.items()}
-        writers[target.suffix](target, arrays, notes)
+        writers[target.suffix](target, {n: _compat.values.known(v, "save") for n, v in values.items()}, notes)
         return None
     with _told(target):
         pending = begin_orbax(target, values, notes)
@@ -202,8 +202,8 @@ def _format_problem(path: Path, name: str, value: Any) -> Problem | None:
     where = printable(f"{path.name}: {name}")
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         got = "an array that is spread over several processes"
-        needed, line = "values that this process has, for a single file", "a path without suffix, for an Orbax folder"
-        return Problem(where, got, needed, line)
+        needed = "values that this process has, for a single file: Orbax writes a folder from all of them"
+        return Problem(where, got, needed, f"lm.save(model, '{printable(str(path.with_suffix('')))}') in every process")
     dtype = _native(value.dtype)
     if path.suffix == ".safetensors":
         kind, is_held = "safetensors", dtype in safetensors.NAMES and name != safetensors.METADATA
@@ -221,44 +221,50 @@ def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def _to_host(value: Any) -> Array:
-    array = np.asarray(value, order="C")
+    """Return the values of an array; nothing keeps them but who asks."""
+    array = np.ascontiguousarray(on_host(value)).reshape(value.shape)  # which has no array without axes
     return array.astype(_native(array.dtype), copy=False)
 
 
 # ---------------------------------------------------------------- formats
 
 
-def write_safetensors(path: Path, arrays: Arrays, notes: Notes) -> None:
+def write_safetensors(path: Path, values: Values, notes: Notes) -> None:
     """Write a safetensors file whose tensors lie on multiples of 64 bytes, all whose sizes allow it.
 
-    The format has no holes, so those whose size is no multiple of 64 come last.
+    The format has no holes, so those whose size is no multiple of 64 come last. One value at a time is on the host.
     """
-    order = sorted(arrays, key=lambda name: arrays[name].nbytes % ALIGNMENT != 0)
+    order = sorted(values, key=lambda name: values[name].nbytes % ALIGNMENT != 0)
     offsets, position = {}, 0
     for name in order:
-        offsets[name] = [position, position + arrays[name].nbytes]
-        position += arrays[name].nbytes
+        offsets[name] = [position, position + values[name].nbytes]
+        position += values[name].nbytes
     metadata = dict(notes.get(ALIASES, {})) | ({WEAK: json.dumps(notes[WEAK])} if WEAK in notes else {})
     header: dict[str, Any] = {safetensors.METADATA: metadata} if metadata else {}
-    for name, array in arrays.items():
-        kind = safetensors.NAMES[array.dtype]
-        header[name] = {"dtype": kind, "shape": list(array.shape), "data_offsets": offsets[name]}
+    for name, value in values.items():
+        kind = safetensors.NAMES[_native(value.dtype)]
+        header[name] = {"dtype": kind, "shape": list(value.shape), "data_offsets": offsets[name]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     with replacing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:
-            file.write(_bytes_of(arrays[name]))
+            file.write(_bytes_of(_to_host(values[name])))
 
 
-def write_npz(path: Path, arrays: Arrays, notes: Notes) -> None:
-    """Write an npz archive; dtypes that numpy has no name for go as raw bytes, their names in an entry of its own."""
-    dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.isbuiltin == 2}
+def write_npz(path: Path, values: Values, notes: Notes) -> None:
+    """Write an npz archive; dtypes that numpy has no name for go as raw bytes, their names in an entry of its own.
+
+    One value at a time is on the host.
+    """
+    dtypes = {name: value.dtype.name for name, value in values.items() if value.dtype.isbuiltin == 2}
     extras = ({DTYPES: dtypes} if dtypes else {}) | notes
     with replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-        for name, array in arrays.items():
+        for name, value in values.items():
+            array = _to_host(value)
             raw = array.view(np.dtype((np.void, array.dtype.itemsize))) if name in dtypes else array
             _write_npy(archive, name, raw)
+            del array, raw
         for key, texts in extras.items():
             _write_npy(archive, key, texts_as_array(texts))
 

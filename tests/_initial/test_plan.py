@@ -29,7 +29,7 @@ def test_each_parameter_says_how_it_is_made() -> None:
         ["variance_scaling, kernel 1", "0.0"],
     ]
     assert report.kernels == 2
-    text = str(report)
+    text = report.table(verbose=True)
     assert "variance_scaling, kernel 1" in text and "2 compiled kernels for all shapes" in text
 
 
@@ -45,7 +45,7 @@ def test_what_has_a_value_is_not_planned() -> None:
     lm.materialize(ready, spec(2, 4))
     report = lm.infer_shapes(ready, spec(2, 4))
     assert {p.init for row in report.rows for p in row.parameters} == {""}
-    assert report.kernels == 0 and "init" not in report.cells()[0] and "kernel" not in report.footer()
+    assert report.kernels == 0 and "kernel" not in report.footer()
 
 
 def test_keys_of_another_kind_are_drawn_from_no_kernel() -> None:

@@ -8,200 +8,23 @@ Bases in front of ``nnx.Module``, metaclasses, dataclasses and methods that over
 
 from __future__ import annotations
 
-import abc
 import copy
-import dataclasses
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from shapes_of_classes import CLASSES, Body, Forward, Helper, Meta, Slotted, T, Tagged
 
 import lazymods as lm
 
-T = TypeVar("T")
 X = jnp.ones((2, 4))
 SPEC = jax.ShapeDtypeStruct(X.shape, X.dtype)
-
-
-class Helper:
-    def helper(self) -> int:
-        return 1
-
-
-class Slotted:
-    __slots__ = ()
-
-
-class Forward(abc.ABC):
-    @abc.abstractmethod
-    def __call__(self, x: jax.Array) -> jax.Array: ...
-
-
-class Callee(Protocol):
-    def __call__(self, x: jax.Array) -> jax.Array: ...
-
-
-class Meta(type(nnx.Module)):  # type: ignore[misc]
-    pass
-
-
-class ProtocolMeta(type(nnx.Module), type(Protocol)):  # type: ignore[misc]
-    pass
-
-
-class Body:
-    """What all of them do; no Module, so that it can be a base anywhere."""
-
-    def __init__(self, n: int, m: int, *, rngs: nnx.Rngs) -> None:
-        self.n = n
-        self.fc = nnx.Linear(n, m, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.fc(x)
-
-
-class BaseFirst(Body, Helper, nnx.Module): ...
-
-
-class BaseAfter(nnx.Module, Helper):
-    __init__, __call__ = Body.__init__, Body.__call__
-
-
-class SlotsFirst(Slotted, nnx.Module):
-    __init__, __call__ = Body.__init__, Body.__call__
-
-
-class Abstract(Forward, nnx.Module):
-    __init__, __call__ = Body.__init__, Body.__call__
-
-
-class GenericFirst(Generic[T], nnx.Module):
-    __init__, __call__ = Body.__init__, Body.__call__
-
-
-class GenericAfter(nnx.Module, Generic[T]):
-    __init__, __call__ = Body.__init__, Body.__call__
-
-
-class OfProtocol(nnx.Module, Callee, metaclass=ProtocolMeta):
-    __init__, __call__ = Body.__init__, Body.__call__
-
-
-class OfMeta(nnx.Module, metaclass=Meta):
-    __init__, __call__ = Body.__init__, Body.__call__
-
-
-class NoPytree(nnx.Module, pytree=False):
-    __init__, __call__ = Body.__init__, Body.__call__
-
-
-class Nested(nnx.Module):
-    def __init__(self, n: int, m: int, *, rngs: nnx.Rngs) -> None:
-        self.first = BaseFirst(n, m, rngs=rngs)
-        self.rest = nnx.List([GenericFirst[int](m, m, rngs=rngs)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.rest[0](self.first(x))
-
-
-class Tagging(nnx.Module):
-    def __init_subclass__(cls, tag: int = 0, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        cls.tag = tag
-
-
-class Tagged(Tagging, tag=3):
-    __init__ = Body.__init__
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.fc(x) * self.tag  # type: ignore[attr-defined]
-
-
-class Properties(nnx.Module):
-    def __init__(self, n: int, m: int, *, rngs: nnx.Rngs) -> None:
-        self._w = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (n, m)))
-
-    @property
-    def w(self) -> Any:
-        return self._w
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ self.w[...]
-
-
-class FindsAttributes(nnx.Module):
-    __init__ = Body.__init__
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("fc_"):
-            return getattr(self.fc, name[3:])
-        raise AttributeError(name)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ self.fc_kernel[...]
-
-
-@dataclasses.dataclass(eq=False)
-class Fields(Helper, nnx.Module):
-    n: int
-    m: int
-    scale: int = 2
-    _: dataclasses.KW_ONLY
-    rngs: dataclasses.InitVar[nnx.Rngs]
-
-    def __post_init__(self, rngs: nnx.Rngs) -> None:
-        self.fc = nnx.Linear(self.n, self.m, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.fc(x) * self.scale
-
-
-class Cooperative(Helper, nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs, **sizes: int) -> None:
-        super().__init__()
-        self.rest = nnx.Linear(3, 3, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.rest(x)
-
-
-class Sub(Cooperative):
-    def __init__(self, n: int, m: int, *, rngs: nnx.Rngs) -> None:
-        super().__init__(rngs=rngs, n=n)
-        self.fc = nnx.Linear(n, m, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return super().__call__(self.fc(x))
-
-
-class Empty(nnx.Module):
-    """Is false, of no length, and equal to all of its kind."""
-
-    __init__, __call__ = Body.__init__, Body.__call__
-
-    def __len__(self) -> int:
-        return 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([self.fc])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Empty)
-
-    def __hash__(self) -> int:
-        return 7
-
-
-CLASSES = [
-    BaseFirst, BaseAfter, SlotsFirst, Abstract, GenericFirst, GenericAfter, OfProtocol, OfMeta, NoPytree, Nested,
-    Tagged, Properties, FindsAttributes, Fields, Sub, Empty,
-]  # fmt: skip
 
 
 def width(config: Any, x: Any) -> dict[str, int]:

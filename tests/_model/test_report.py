@@ -231,10 +231,10 @@ def test_text() -> None:
         "total: 212 parameters, 848 B; output f32[32,4]")
     text = str(lm.summary(lazy_mlp(), spec(32, 784)))
     head, *lines, foot = text.splitlines()
-    assert head.split() == ["path", "layer", "input", "inferred", "parameters", "dtype", "count", "bytes", "FLOPs"]
-    assert "LazyLinear (lazy)" in lines[0] and "f32[32,784]" in lines[0] and "in_features=784" in lines[0]
+    assert head.split() == ["path", "layer", "input", "->", "output", "parameters", "count", "bytes", "FLOPs"]
+    assert "LazyLinear (lazy)" in lines[0] and "f32[32,784] -> f32[32,16]" in lines[0]
     assert "12,560" in lines[0] and "49.1 KiB" in lines[0]
-    assert any("kernel (784, 16)" in line and "float32" in line for line in lines)
+    assert any("kernel (784, 16) float32" in line for line in lines)
     assert foot.startswith("total: 12,628 parameters, 49.3 KiB; ") and "FLOPs" in foot and "f32[32,4]" in foot
 
 
@@ -250,12 +250,45 @@ def test_a_wide_table_is_not_cut() -> None:
         model = nnx.Sequential(model)
     path = ".".join(["layers.0"] * 12)
     line = next(line for line in str(lm.infer_shapes(model, spec(2, 8))).splitlines() if line.startswith(path))
-    assert "in_features=8" in line and "144 B" in line and "…" not in line
+    assert "f32[2,8] -> f32[2,4]" in line and "144 B" in line and "…" not in line
+
+
+def test_more_is_told_if_asked_for() -> None:
+    report = lm.infer_shapes(lazy_mlp(), spec(32, 784))
+    assert "in_features" not in str(report) and "variance_scaling" not in str(report)
+    head, first, *_ = report.table(verbose=True).splitlines()
+    assert head.split()[-2:] == ["inferred", "init"]
+    assert "in_features=784" in first and "variance_scaling, kernel 1" in first
+
+
+def test_the_repr_is_the_table() -> None:
+    report = lm.summary(net(), X)
+    assert repr(report) == str(report) and repr(report).startswith("path ")
+
+
+def test_what_does_not_fit_in_100_columns_is_folded_where_texts_are_long() -> None:
+    class Takes(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(jnp.ones((2, 3)))
+
+        def __call__(self, x: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            return x
+
+    report = lm.infer_shapes(Takes(), {f"input_{i}": spec(2, 3) for i in range(6)})
+    lines = str(report).splitlines()[:-1]
+    assert max(map(len, lines)) <= 100 and len(lines) > 2
+    whole = "".join(line[16:].split("  ")[0] for line in lines[1:])
+    assert "w (2, 3) float32" in lines[1] and "input_0: f32[2,3]" in whole.replace(" ", " ")
+
+
+def test_buffers_are_counted_apart() -> None:
+    model = nnx.Sequential(lm.LazyLinear(4, rngs=nnx.Rngs(0)), lm.LazyBatchNorm(rngs=nnx.Rngs(0)))
+    assert "total: 32 parameters, 128 B; 8 of them in buffers" in str(lm.infer_shapes(model, spec(2, 3)))
 
 
 def test_a_module_that_is_a_layer_itself() -> None:
     text = str(lm.infer_shapes(lm.LazyLinear(4, rngs=nnx.Rngs(0)), spec(2, 8)))
-    assert text.splitlines()[1].startswith("(model)  LazyLinear (lazy)  f32[2,8]  in_features=8")
+    assert text.splitlines()[1].startswith("(model)  LazyLinear (lazy)  f32[2,8] -> f32[2,4]  kernel (8, 4) float32")
 
 
 SIZES = {500: "500 B", 2048: "2.0 KiB", 3 * 2**20: "3.0 MiB", 5 * 2**30: "5.0 GiB"}

@@ -219,3 +219,61 @@ def test_a_hook_that_fails_is_told_and_leaves_the_model_as_it_was() -> None:
     for a, b in zip(arrays(model), arrays(Noisy()), strict=True):
         np.testing.assert_array_equal(a, b)
     TRANSFORMS["nnx.grad"](lambda m, x: m(x).sum())(model, jnp.asarray(A))
+
+
+# ---------------------------------------------------------------- by what runs while a compiled function does
+
+CALLED: dict[str, Any] = {
+    "forward": (lm.register_forward_hook, lambda m, x: m(x).sum()),
+    "backward": (ag.register_full_backward_hook, lambda m, x: jax.grad(lambda x: m(x).sum())(x)),
+}
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["first call", "second call"])
+@pytest.mark.parametrize("what", ["removal", "registration"])
+@pytest.mark.parametrize("kind", CALLED)
+def test_a_callback_of_nnx_jit_does_not_change_hooks(kind: str, what: str, twice: bool) -> None:
+    """At its end nnx.jit gives a module what it had: it would fail, as the module is of another class by then."""
+    register, function = CALLED[kind]
+    module, x, told, asked = Ours(lambda w, x: x @ w), jnp.asarray(A), [], []
+
+    def change(_: Any) -> None:
+        if asked:
+            try:
+                handle.remove() if what == "removal" else register(module, lambda *_: None)
+            except lm.LazyError as error:
+                told.append(str(error))
+
+    handle = register(module, lambda *_: jax.debug.callback(change, x))
+    jitted = nnx.jit(function)
+    asked += [] if twice else [1]
+    want = jitted(module, x)
+    asked.append(1)
+    for _ in range(2):
+        same([jitted(module, x)], [want])
+    jax.effects_barrier()
+    assert set(told) == {
+        "Ours\n"
+        f"  got:    the {what} of a hook by a callback of a compiled function that has the module as an argument\n"
+        "  needed: that before the call or after it: the function gives the module back with the hooks that it had\n"
+        "  write:  the same line where the function has returned"
+    }
+    handle.remove()
+    assert type(module) is Ours and len(told) == (2 if twice else 3)
+    same([jitted(module, x)], [want])
+    jax.effects_barrier()
+    assert len(told) == (2 if twice else 3)
+
+
+@pytest.mark.parametrize("kind", CALLED)
+def test_a_callback_of_lm_jit_may_change_hooks(kind: str) -> None:
+    register, function = CALLED[kind]
+    module, x, ran = Ours(lambda w, x: x @ w), jnp.asarray(A), []
+    handle = register(module, lambda *_: jax.debug.callback(lambda _: (ran.append(1), handle.remove()), x))
+    jitted = lm.jit(function)
+    want = jitted(module, x)
+    jax.effects_barrier()
+    assert type(module) is Ours and ran == [1]
+    same([jitted(module, x)], [want])
+    jax.effects_barrier()
+    assert ran == [1]

@@ -20,11 +20,9 @@ FORMS = ("list", "stack", "hand")
 BATCH, TOKENS, HEADS = 8, 32, 4
 
 
-def measure(form: str, depth: int, width: int, calls: int) -> dict[str, Any]:
-    """Time one form in this process."""
+def model_of(form: str, depth: int, width: int) -> Any:
+    """Build the blocks of one form."""
     import jax
-    import jax.numpy as jnp
-    import optax
     from flax import nnx
 
     import lazymods as lm
@@ -35,7 +33,7 @@ def measure(form: str, depth: int, width: int, calls: int) -> dict[str, Any]:
             self.attention = nnx.MultiHeadAttention(HEADS, width, decode=False, rngs=rngs)
             self.up, self.down = nnx.Linear(width, 4 * width, rngs=rngs), nnx.Linear(4 * width, width, rngs=rngs)
 
-        def __call__(self, x: jax.Array) -> jax.Array:
+        def __call__(self, x: Any) -> Any:
             x = x + self.attention(self.norm1(x))
             return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
 
@@ -48,7 +46,7 @@ def measure(form: str, depth: int, width: int, calls: int) -> dict[str, Any]:
             else:
                 self.blocks = nnx.split_rngs(splits=depth)(nnx.vmap(Block))(rngs)
 
-        def __call__(self, x: jax.Array) -> jax.Array:
+        def __call__(self, x: Any) -> Any:
             if form == "stack":
                 return self.blocks(x)
             if form == "list":
@@ -57,13 +55,23 @@ def measure(form: str, depth: int, width: int, calls: int) -> dict[str, Any]:
                 return x
             return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
 
-    def step(model: Model, optimizer: nnx.Optimizer[Any], x: jax.Array) -> jax.Array:
+    return Model(nnx.Rngs(0))
+
+
+def measure(form: str, depth: int, width: int, calls: int) -> dict[str, Any]:
+    """Time one form in this process."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    def step(model: Any, optimizer: nnx.Optimizer[Any], x: jax.Array) -> jax.Array:
         loss, gradient = nnx.value_and_grad(lambda m: jnp.mean((m(x) - 1) ** 2))(model)
         optimizer.update(model, gradient)
         return loss
 
     started = time.perf_counter()
-    model = Model(nnx.Rngs(0))
+    model = model_of(form, depth, width)
     optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
     x = jax.random.normal(jax.random.key(1), (BATCH, TOKENS, width))
     jax.block_until_ready((nnx.state(model), x))

@@ -54,10 +54,15 @@ def test_other_names_are_paired_by_the_load(tmp_path: Path):
     report = lm.parity(model, net, torch.randn(2, 3), result)
     assert report.agrees
     assert columns(report) == [("one", "0.0", 0), ("two", "0.1", 0), ("three", "1.0", 0), ("", "", 0)]
-    alone = lm.parity(model, net, torch.randn(2, 3))  # names say nothing: the output is compared
+    alone = lm.parity(model, net, torch.randn(2, 3))  # names say nothing, the values do
     assert alone.agrees
-    assert columns(alone) == [("", "", 0)]
-    assert alone.notes == ("not compared by themselves: one, two, three",)
+    assert columns(alone) == columns(report)
+    model.one.kernel[...] += 1  # nor do they now: one is found by its bias
+    assert columns(lm.parity(model, net, torch.randn(2, 3))) == columns(report)
+    model.one.bias[...] += 1
+    lost = lm.parity(model, net, torch.randn(2, 3))
+    assert columns(lost) == columns(report)[1:]
+    assert lost.notes == ("not compared by themselves: one",)
 
 
 def test_sequentials_are_paired_by_name(tmp_path: Path):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -30,6 +29,7 @@ from lazymods.state.files.stored import (
     WEAK,
     Array,
     Checkpoint,
+    Index,
     StoredTensor,
     byte_count,
     check_unpacked,
@@ -129,18 +129,43 @@ def _tensor(path: Path, data: Array, name: str, header: _Header, entry: Entry, s
     if not entry.compressed and begin % ALIGNMENT == 0 and dtype.isnative and header.order == "C":
         return StoredTensor(name, header.shape, dtype, path, data, begin)
     native = dtype if dtype.isnative else dtype.newbyteorder("=")
-    return StoredTensor(name, header.shape, native, path, partial(_read, path, data, entry, header, dtype))
+    kind = _Packed if entry.compressed else _Unaligned
+    return StoredTensor(name, header.shape, native, path, kind(path, data, entry, header, dtype))
 
 
-def _read(path: Path, data: Array, entry: Entry, header: _Header, dtype: np.dtype[Any]) -> Array:
-    raw = read_entry(path, data, entry)
-    if not entry.compressed:  # it will be copied, so every byte of it is read anyway
-        check_sum(path, data, entry)
-    array = view(raw, header.begin, header.shape, dtype, header.order)
-    if not dtype.isnative:
-        array = array.astype(dtype.newbyteorder("="))
-    array.flags.writeable = False
-    return array
+class _Packed(NamedTuple):
+    """The values of an entry that JAX can't take over as it lies in the file: here one that is compressed."""
+
+    path: Path
+    data: Array
+    entry: Entry
+    header: _Header
+    dtype: np.dtype[Any]
+
+    def __call__(self) -> Array:
+        """Return all of them."""
+        raw = read_entry(self.path, self.data, self.entry)
+        array = _native(view(raw, self.header.begin, self.header.shape, self.dtype, self.header.order))
+        array.flags.writeable = False
+        return array
+
+
+class _Unaligned(_Packed):
+    """Those of an entry that is stored as it is, but not aligned, or in another order of axes or bytes."""
+
+    def __call__(self) -> Array:
+        """Return all of them; they will be copied, so every byte is read anyway, and the CRC is computed."""
+        check_sum(self.path, self.data, self.entry)
+        return super().__call__()
+
+    def part(self, index: Index) -> Array:
+        """Return those at an index, of which there is no CRC."""
+        begin = self.entry.begin + self.header.begin
+        return _native(view(self.data, begin, self.header.shape, self.dtype, self.header.order)[index])
+
+
+def _native(array: Array) -> Array:
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
 # ---------------------------------------------------------------- headers

@@ -1,9 +1,9 @@
 """Orbax folders, as its StandardCheckpointer and PyTreeCheckpointer write them.
 
 A folder holds a JSON file of the tree, and one zarr array for every leaf, in files of their own or together in an OCDBT
-store. The tree is checked here, and the arrays are opened by tensorstore, which is what Orbax reads them with. Orbax's
-own reader is not used: it restores all of a tree or nothing, imports for seconds, needs an event loop of its own, and
-prints tracebacks from other threads on a damaged folder.
+store. The tree is checked here, and the arrays are opened by tensorstore, which is what Orbax reads them with. What
+goes to several devices is restored by Orbax itself (:mod:`lazymods.state.files.orbax_restoring`). For one device Orbax
+is not even imported: that takes seconds.
 
 Written for what Orbax 0.5 to 0.12 writes; the tests write with the Orbax that is installed.
 """
@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -213,7 +213,7 @@ def _read_note(path: Path, key: str, tensor: StoredTensor) -> Mapping[str, str]:
 
 
 @contextlib.contextmanager
-def _calling_tensorstore(path: Path, name: str) -> Iterator[None]:
+def calling_tensorstore(path: Path, name: str) -> Iterator[None]:
     """Turn what tensorstore raises into an error that names the folder; it raises whatever an array's driver does."""
     try:
         yield
@@ -229,18 +229,19 @@ def _open_arrays(path: Path, folder: Path, tree: _Tree) -> dict[Keys, tuple[Stor
     import tensorstore
 
     context = tensorstore.Context({"cache_pool#ocdbt": {"total_bytes_limit": 100_000_000}})
+    held = Held(path, folder.resolve())
     pending = {}
     root = f"{folder.resolve()}/"  # tensorstore takes no path with ".." in it
     has_store = _has_store(folder, tree.options)
     for keys in tree.leaves:
         name = ".".join(keys)
-        with _calling_tensorstore(path, name):
+        with calling_tensorstore(path, name):
             spec = _spec(root, name, tree.options, has_store=has_store)
             pending[keys] = tensorstore.open(spec, open=True, read=True, context=context)
     out = {}
     for keys, future in pending.items():
         name = ".".join(keys)
-        with _calling_tensorstore(path, name):
+        with calling_tensorstore(path, name):
             store = future.result()
             shape, kind = tuple(store.shape), str(store.dtype.name)
             chunk = tuple(store.chunk_layout.read_chunk.shape or ())
@@ -248,7 +249,8 @@ def _open_arrays(path: Path, folder: Path, tree: _Tree) -> dict[Keys, tuple[Stor
         if dtype is None or not possible(shape, dtype):
             got = f"an array of dtype {printable(kind)} and shape {printable(str(shape))}"
             raise refuse(path, got, "an array of numbers", tensor=name)
-        out[keys] = (_tensor(path, name, store, shape, dtype), byte_count(chunk, dtype))
+        values = OrbaxArray(held, name, store, shape, dtype, tree.options, has_store, context)
+        out[keys] = (StoredTensor(name, shape, dtype, path, values), byte_count(chunk, dtype))
     return out
 
 
@@ -274,14 +276,69 @@ def _spec(root: str, name: str, options: Mapping[str, Any], *, has_store: bool) 
     }
 
 
-def _tensor(path: Path, name: str, store: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> StoredTensor:
-    def read() -> Array:
+class Held:
+    """A folder that is kept open: no other one can be taken for it, whatever gets its name.
+
+    Args:
+        path: What was opened.
+        folder: The folder of the arrays, in it or the same.
+    """
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.path, self.folder = path, folder
+        self._descriptor: int | None = os.open(folder, os.O_RDONLY) if os.name == "posix" else None
+
+    def check(self) -> None:
+        """See that the folder is still the one that was opened, after something of it has been read.
+
+        Raises:
+            CheckpointError: If it is another one, or gone: what was read may be of both.
+        """
+        if self._descriptor is None:
+            return
+        try:
+            is_same = os.path.samestat(os.stat(self.folder), os.fstat(self._descriptor))
+        except OSError:
+            is_same = False
+        if not is_same:
+            needed = "one and the same folder until all of it is read"
+            raise refuse(self.path, "another save has replaced it while it was read", needed, write="lm.load again")
+
+    def __del__(self) -> None:
+        """Close it."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+
+
+class OrbaxArray(NamedTuple):
+    """One array of a folder; called, it reads all its values.
+
+    Attributes:
+        held: The folder.
+        name: The name that it has there.
+        store: The array, as tensorstore has opened it.
+        shape: Its shape.
+        dtype: Its dtype.
+        options: How the folder's arrays are stored.
+        has_store: Whether they lie in one store.
+        context: What tensorstore opens them with.
+    """
+
+    held: Held
+    name: str
+    store: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    options: Mapping[str, Any]
+    has_store: bool
+    context: Any
+
+    def __call__(self) -> Array:
+        """Read all values."""
         import tensorstore
 
-        array = empty(shape, dtype)  # aligned, so that JAX takes it over as it is
-        with _calling_tensorstore(path, name):
-            tensorstore.array(array, copy=False, write=True).write(store).result()
+        array = empty(self.shape, self.dtype)  # aligned, so that JAX takes it over as it is
+        with calling_tensorstore(self.held.path, self.name):
+            tensorstore.array(array, copy=False, write=True).write(self.store).result()
         array.flags.writeable = False
         return array
-
-    return StoredTensor(name, shape, dtype, path, read)

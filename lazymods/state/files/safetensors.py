@@ -29,6 +29,7 @@ from lazymods.state.files.stored import (
     read_json,
     read_texts,
     refuse,
+    will_need,
 )
 
 MAX_HEADER_BYTES = 100_000_000
@@ -86,6 +87,7 @@ def looks_like_safetensors(head: bytes) -> bool:
 
 def _read_header(path: Path, data: Array) -> tuple[dict[str, Any], int]:
     size = len(data)
+    will_need(data, 0, min(size, 512))
     head = data[:512].tobytes()
     known = None if looks_like_safetensors(head) else known_as(head)
     if size < 8 or known is not None:
@@ -96,6 +98,7 @@ def _read_header(path: Path, data: Array) -> tuple[dict[str, Any], int]:
         limit = f"at most {MAX_HEADER_BYTES:,} bytes of header" if length <= size - 8 else "a header inside the file"
         got = f"a header of {length:,} bytes by its first 8 bytes, in a file of {size:,} bytes"
         raise refuse(path, got, f"{limit}: the file is truncated, or no safetensors file")
+    will_need(data, 8, 8 + length)
     raw = data[8 : 8 + length].tobytes()
     if not raw.startswith(b"{"):
         raise refuse(path, f"a header {printable(repr(raw[:20]))}", "a JSON object of tensors, from its first byte on")

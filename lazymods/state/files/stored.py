@@ -22,6 +22,7 @@ from lazymods._errors import CheckpointError, Problem, one_line
 from lazymods._initial.stacking import Shape
 
 Array = np.ndarray[Any, Any]
+Index = tuple[slice, ...]
 
 MAX_RANK = 64  # numpy's
 
@@ -50,7 +51,8 @@ class StoredTensor:
         shape: Its shape.
         dtype: Its dtype, as numpy or ml_dtypes has it.
         file: The file that holds it.
-        source: Returns its values; or the bytes of the mapped file, of which they are those from ``begin`` on.
+        source: Returns its values, and those at an index if it has a method ``part``; or the bytes of the mapped file,
+            of which they are those from ``begin`` on.
         begin: Where they begin.
     """
 
@@ -63,14 +65,14 @@ class StoredTensor:
         shape: Shape,
         dtype: np.dtype[Any],
         file: Path,
-        source: Array | Callable[[], Array],
+        source: Array | Any,
         begin: int = 0,
     ) -> None:
         self.name: str = name
         self.shape: Shape = shape
         self.dtype: np.dtype[Any] = dtype
         self.file: Path = file
-        self.source: Array | Callable[[], Array] = source
+        self.source: Array | Any = source
         self.begin: int = begin
 
     def read(self) -> Array:
@@ -79,22 +81,59 @@ class StoredTensor:
         return view(source, self.begin, self.shape, self.dtype) if isinstance(source, np.ndarray) else source()
 
     @property
+    def is_read_in_parts(self) -> bool:
+        """Whether some of its values can be had without the others."""
+        return isinstance(self.source, np.ndarray) or hasattr(self.source, "part")
+
+    def part(self, index: Index) -> Array:
+        """Return the values at an index, which has a slice for each axis, and read no others.
+
+        To be asked for only where it :attr:`is_read_in_parts`.
+        """
+        return self.read()[index] if isinstance(self.source, np.ndarray) else self.source.part(index)
+
+    @property
     def nbytes(self) -> int:
         """The number of bytes of its values."""
         return byte_count(self.shape, self.dtype)
 
 
-class Unread(np.ndarray[Any, Any]):
-    """Zeros that stand for a tensor of which only the shape was asked for; they take no memory."""
+class Unread:
+    """An array that is a tensor of a file: its shape and dtype are known, and its values are read by whoever asks."""
 
-    stored: StoredTensor
+    __slots__ = ("__weakref__", "stored")
 
-    @classmethod
-    def of(cls, stored: StoredTensor) -> Unread:
-        """Stand for a tensor."""
-        made = np.broadcast_to(np.zeros((), stored.dtype), stored.shape).view(cls)
-        made.stored = stored
-        return made
+    def __init__(self, stored: StoredTensor) -> None:
+        self.stored = stored
+
+    @property
+    def shape(self) -> Shape:
+        """The lengths of its axes."""
+        return self.stored.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of its axes."""
+        return len(self.stored.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype that it has in the file."""
+        return self.stored.dtype
+
+    @property
+    def size(self) -> int:
+        """The number of its values."""
+        return math.prod(self.stored.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of its values."""
+        return self.stored.nbytes
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Read all of it."""
+        return np.array(self.stored.read(), dtype, copy=copy)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +188,16 @@ def possible(shape: Shape, dtype: np.dtype[Any]) -> bool:
 
 
 # ---------------------------------------------------------------- refusing
+
+
+def check_booleans(file: Path, name: str, value: Array) -> None:
+    """Refuse booleans that are neither 0 nor 1: what is computed from them could be anything.
+
+    Raises:
+        CheckpointError: If an array of booleans has any such.
+    """
+    if value.dtype == np.bool_ and value.size and value.view(np.uint8).max() > 1:
+        raise refuse(file, "bytes other than 0 and 1", "booleans", tensor=name)
 
 
 def refuse(file: Path, got: str, needed: str, *, tensor: str = "", write: str = "") -> CheckpointError:
@@ -370,6 +419,29 @@ def read_description(path: Path, limit: int, file: Path | None = None) -> bytes:
     if size > limit:
         raise refuse(path, f"{printable(file.name)} of over {limit:,} bytes", "a description of what is stored")
     return raw
+
+
+def will_need(data: Array, begin: int, end: int) -> None:
+    """Have the system read bytes of a mapped file, and none around them, as it does when they are touched.
+
+    Args:
+        data: The bytes of the map, or part of them.
+        begin: The first byte.
+        end: The one after the last.
+    """
+    mapped: Any = data
+    while isinstance(mapped, (np.ndarray, memoryview)):
+        mapped = mapped.obj if isinstance(mapped, memoryview) else mapped.base
+    if not isinstance(mapped, mmap.mmap) or not hasattr(mapped, "madvise"):
+        return
+    begin += data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    end += data.ctypes.data - np.frombuffer(mapped, np.uint8).ctypes.data
+    for at in range(begin // mmap.PAGESIZE * mmap.PAGESIZE, end, _READ_AHEAD):
+        with contextlib.suppress(OSError):  # what it does not do at once, it does when the bytes are touched
+            mapped.madvise(mmap.MADV_WILLNEED, at, min(_READ_AHEAD, end - at))
+
+
+_READ_AHEAD = 1 << 17  # what Linux reads for one such call, unless it was told otherwise
 
 
 def view(data: Array, begin: int, shape: Shape, dtype: np.dtype[Any], order: Literal["C", "F"] = "C") -> Array:

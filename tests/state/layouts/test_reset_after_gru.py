@@ -15,7 +15,10 @@ import lazymods as lm
 from lazymods.state.exporting import export_torch
 
 R = nnx.Rngs
-CLOSE = {"atol": 1e-6, "rtol": 1e-6}
+
+
+def close(got: Any, want: Any) -> None:
+    np.testing.assert_allclose(got, want, atol=1e-6, rtol=1e-6)
 
 
 def sigmoid(a: np.ndarray) -> np.ndarray:
@@ -30,7 +33,7 @@ def both_ways(lazy: bool) -> nnx.Bidirectional:
 def test_a_cell_is_its_formula():
     file = {"weight_ih": normal(12, 3), "weight_hh": normal(12, 4, seed=1)}
     file |= {"bias_ih": normal(12, seed=2), "bias_hh": normal(12, seed=3)}
-    cell = lm.LazyResetAfterGRUCell(4, rngs=R(0))
+    cell: Any = lm.LazyResetAfterGRUCell(4, rngs=R(0))
     load(cell, file)
     assert type(cell) is lm.ResetAfterGRUCell
     h, x = normal(2, 4, seed=4), normal(2, 3, seed=5)
@@ -39,12 +42,13 @@ def test_a_cell_is_its_formula():
     r, z = sigmoid(i[0] + j[0]), sigmoid(i[1] + j[1])
     want = (1 - z) * np.tanh(i[2] + r * j[2]) + z * h
     for got in cell(jnp.asarray(h), jnp.asarray(x)):
-        np.testing.assert_allclose(got, want, **CLOSE)
+        close(got, want)
     for name, value in export_torch(cell).items():
         np.testing.assert_array_equal(value, file[name])
 
 
 def test_without_the_bias_it_is_flax_s():
+    cell: Any
     cell, flax = lm.ResetAfterGRUCell(3, 4, rngs=R(0)), nnx.GRUCell(3, 4, rngs=R(0))
     h, x = jnp.asarray(normal(2, 4)), jnp.asarray(normal(2, 3, seed=1))
     np.testing.assert_array_equal(cell(h, x)[0], flax(h, x)[0])  # of equal rngs, with zeros as biases
@@ -65,8 +69,8 @@ def test_all_of_pytorch_s_gru(lazy: bool, tmp_path: Path):
     with torch.no_grad():
         want, last = gru(torch.from_numpy(x))
     got = net.m(jnp.asarray(x), rngs=R(0))
-    np.testing.assert_allclose(got, want, **CLOSE)
-    np.testing.assert_allclose(got[:, -1, :4], last[0], **CLOSE)
+    close(got, want)
+    close(got[:, -1, :4], last[0])
     again = torch.nn.GRU(3, 4, batch_first=True, bidirectional=True)
     again.load_state_dict({k[2:]: torch.from_numpy(v) for k, v in export_torch(net).items()}, strict=True)
     for a, b in zip(again.parameters(), gru.parameters(), strict=True):
@@ -91,7 +95,7 @@ def test_it_becomes_the_explicit_one_inside_a_compiled_call():
     lazy, explicit = both_ways(lazy=True), both_ways(lazy=False)
     x = jnp.asarray(normal(2, 5, 3))
     got = lm.jit(lambda model, x: model(x, rngs=R(0)))(lazy, x)
-    np.testing.assert_allclose(got, explicit(x, rngs=R(0)), **CLOSE)
+    close(got, explicit(x, rngs=R(0)))
     assert nnx.graphdef(lazy) == nnx.graphdef(explicit)
 
 

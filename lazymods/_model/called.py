@@ -1,0 +1,69 @@
+"""What a run without values calls: a model, or a method of one.
+
+Models of other people have more to call than themselves, or cannot be called at all: encoders and decoders, cells with
+``step`` and ``unroll``. A method stands for its model, whose layers are told by their paths in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from lazymods._errors import Problem
+from lazymods._refusals import ArgumentError
+
+
+def model_of(given: Any) -> Any:
+    """Return the module that a method is of, or that a partial function has for its one argument; else what came."""
+    if isinstance(given, types.MethodType):
+        owner = given.__self__
+    else:  # a method that nnx.jit has compiled is a partial function
+        is_partial = isinstance(given, functools.partial) and len(given.args) == 1 and not given.keywords
+        owner = given.args[0] if is_partial else None
+    return owner if isinstance(owner, nnx.Pytree) else given
+
+
+class Called:
+    """What is called.
+
+    Args:
+        given: A module, a method of one, or any function.
+
+    Attributes:
+        model: The module; the function, if it is no method of one.
+
+    Raises:
+        ArgumentError: If it cannot be called.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self.model = model_of(given)
+        method = given.func if isinstance(given, functools.partial) else getattr(given, "__func__", None)
+        self._method: Any = None if self.model is given else method
+        if isinstance(given, nnx.Pytree) and not callable(given):
+            raise ArgumentError(_not_callable(given))
+
+    @property
+    def is_method(self) -> bool:
+        """Whether it is a method of the model."""
+        return self._method is not None
+
+    def of(self, model: Any) -> Callable[..., Any]:
+        """Return the same of a copy of the model."""
+        return model if self._method is None else functools.partial(self._method, model)
+
+
+def _not_callable(model: Any) -> Problem:
+    name = type(model).__name__
+    public = [n for cls in type(model).__mro__ if not _is_flax(cls) for n in vars(cls) if not n.startswith("_")]
+    method = next((n for n in public if isinstance(getattr(type(model), n), types.FunctionType)), "method")
+    needed = "what can be called: it is run without values, to see which layer gets what"
+    return Problem(name, "a module without a __call__", needed, f"lm.materialize(model.{method}, x)  # a method of it")
+
+
+def _is_flax(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("flax", "lazymods", "builtins")
