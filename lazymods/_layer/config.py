@@ -34,8 +34,9 @@ from lazymods._layer.arguments import (
     freeze,
     freeze_arguments,
 )
+from lazymods._layer.asked import SIZE_LINE
 from lazymods._layer.formulas import ShapeFormulas, Sizes, fit
-from lazymods._layer.placeholder import SIZE_LINE, UninitializedVariable
+from lazymods._layer.placeholder import UninitializedVariable
 
 PRIMES = (7, 11, 13, 17, 19, 23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67)
 

@@ -35,14 +35,8 @@ from lazymods._errors import (
 from lazymods._initial import draws, placement
 from lazymods._initial.pending import InitSource, PartialShape, PendingInit
 from lazymods._initial.stacking import Shape
+from lazymods._layer.asked import SIZE_LINE, line_for_caller
 from lazymods._refusals import wrong_argument
-
-SIZE_LINE = "lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # or model(x), first"
-_LINES = {  # by the module of Flax that asks for a value
-    nnx.bridge.__name__: "nnx.bridge.to_linen(make)  # make(rngs) returns the model after lm.materialize(model, spec)",
-    nnx.Optimizer.__module__: "optimizer = lm.LazyOptimizer(model, tx, wrt=nnx.Param)  # waits for the parameters",
-    nnx.tabulate.__module__: "print(lm.summary(model, jax.ShapeDtypeStruct(x.shape, x.dtype)))",
-}
 
 
 class _PlaceholderType(type(nnx.Variable)):  # type: ignore[misc]
@@ -366,8 +360,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         )
 
     def _refuse(self, wanted: str) -> NoReturn:
-        asked = (line for module, line in _LINES.items() if _graph.is_called_from(module))
-        raise UninitializedError(self._problem(wanted, next(asked, SIZE_LINE)))
+        raise UninitializedError(self._problem(wanted, line_for_caller()))
 
     # ------------------------------------------------------------ showing, copying, pickling
 

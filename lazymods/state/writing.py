@@ -19,7 +19,7 @@ from jax.core import Tracer
 from lazymods import _compat, _graph
 from lazymods._errors import CheckpointError, LazyError, Problem, UninitializedError, describe
 from lazymods._layer import stacks
-from lazymods._layer.placeholder import SIZE_LINE
+from lazymods._layer.asked import SIZE_LINE
 from lazymods._memory import ALIGNMENT
 from lazymods._spread import on_host
 from lazymods.state import plain

@@ -154,6 +154,5 @@ def test_a_lazy_model_in_linen_that_nobody_has_sized_is_refused_with_that_line()
         "a.bias (UninitializedParameter of LazyLinear)",
         "  got:    a use of its value, while it is an uninitialized parameter of shape (3,)",
         "  needed: its sizes, which follow from the first input, from a shape spec or from a checkpoint",
-        "  write:  bridge.to_linen(make), of a function make(rngs) that returns the model after "
-        "lm.materialize(model, spec)",
+        "  write:  nnx.bridge.to_linen(make)  # make(rngs) returns the model after lm.materialize(model, spec)",
     ]
