@@ -43,8 +43,7 @@ from lazymods._refusals import refuse_array
 
 INDEX = _compat.own_name("index")
 
-Producers = dict[int, tuple[str, Sequence[Any], dict[str, Any]]]
-"""By the id of a traced value the name of the operation that made it, its operands and its parameters."""
+Producers = dict[int, tuple[str, Sequence[Any], dict[str, Any]]]  # name, operands and parameters, by the result's id
 
 
 @dataclasses.dataclass

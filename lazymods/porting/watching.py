@@ -18,7 +18,6 @@ import numpy as np
 from lazymods._model.hooks import register_forward_hook, register_forward_pre_hook
 from lazymods._snapshot import Snapshot
 from lazymods.porting.comparing import Kept, channel_axis, kept_of_jax, kept_of_torch
-from lazymods.state.flattened import forget
 
 MODULE = "torch"  # PyTorch is never imported: who has one of its modules has imported it
 
@@ -209,7 +208,6 @@ def run_model(model: Any, watched: Sequence[Any], inputs: Any) -> Run:
             run.end(call, kept)
 
     snapshot = Snapshot(model)
-    forget(model)  # what the first call after a load would warn of is told here, and by the next call
     handles = [register_forward_pre_hook(inner, before, with_kwargs=True) for inner in watched]
     handles += [register_forward_hook(inner, after, with_kwargs=True) for inner in watched]
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from flax import nnx
+
 from lazymods._errors import Problem
 from lazymods.state import config_file, modes, tied_heads
 from lazymods.state.entries import Survey
@@ -69,20 +71,25 @@ class Beside:
                 f"{head} and {embedding} are one parameter in the file (tie_word_embeddings) and two in the model; "
                 "both are filled, and will train apart. To use one for both: nnx.Embed.attend"
             )
+        forgotten = self._forgotten_flatten(result)
+        if forgotten is not None:
+            out.append(forgotten)
         missing = [name for name in result.missing if not may_miss(name)]
         return out + tied_heads.remarks(self.survey.places, missing, result.unexpected, entries)
 
     def finish(self, result: LoadResult, mode: str | None) -> None:
-        """Put the model in a mode, or note in which it is; let its first call tell of a ``flatten`` that is missing."""
+        """Put the model in a mode, or note in which it is."""
         model = self.survey.model
         if mode is not None:
             modes.set_mode(model, mode)
         elif note := modes.note_of(model):
             result.notes.append(note)
-        if self.is_torch:
-            from lazymods.state import flattened  # with what runs models, which most loads do without
 
-            flattened.forget(model)
-            entries = self.prepared.entries
-            loaded = {name: entries[name] for name in result.matched if name in entries}
-            flattened.watch(model, flattened.suspects(self.survey, loaded, self.flatten))
+    def _forgotten_flatten(self, result: LoadResult) -> str | None:
+        if not self.is_torch or not any(isinstance(n, (nnx.Conv, nnx.ConvTranspose)) for _, n in self.survey.nodes):
+            return None
+        from lazymods.state import flattened  # with what runs models, which most loads do without
+
+        entries = self.prepared.entries
+        loaded = {name: entries[name] for name in result.matched if name in entries}
+        return flattened.remark(self.survey, loaded, self.flatten)

@@ -1,54 +1,114 @@
 """A forgotten ``flatten=``: a Linear of PyTorch after a flatten reads channels first, that of the model channels last.
 
-The file does not tell, and all shapes fit. The model's first call does: what reaches the layer was then a map of a
-convolution whose axes a reshape has made one. So a load leaves a hook on a model with convolutions and a layer that may
-follow a flatten. At the first call it runs the model once without values, says what it finds, and is gone.
+The file does not tell, and all shapes fit. The model's forward does: what reaches the layer is a map of a convolution
+whose axes a reshape has made one. So where a model has convolutions and a layer that may follow a flatten, a load looks
+at one run without values, of an image of any size: the width is another then, but the way is the same. A forward that
+takes something else than an image is not looked at.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
-from lazymods import _compat
-from lazymods._graph import Path, dotted, hooks_of
+from lazymods._graph import Path, dotted
 from lazymods._model import hooks
 from lazymods._model.abstract_call import AbstractCall, Producers
 from lazymods.state.entries import Survey
 from lazymods.state.layouts.importing import with_sizes
+from lazymods.state.layouts.linear import LINEAR
 from lazymods.state.layouts.site import Site
 from lazymods.state.layouts.table import rule_for, sites
-from lazymods.state.warned import warn
 
 _CONVOLUTION = "conv_general_dilated"
 _MIXES = frozenset(("dot_general", "transpose", "gather", "sort", "rev"))  # what comes out lies otherwise
 _WIDTHS = ("out_features", "num_features", "features")
 _MOST = 2000  # operations that are looked at
+_LENGTHS = (64, 224, 32)  # of an image's axes, to be tried
 
 
-def suspects(survey: Survey, loaded: Mapping[str, Any], flatten: Mapping[str, Sequence[int]] | None) -> tuple[str, ...]:
-    """Return the layers that may follow a flatten: with another width than what is defined before them.
+def remark(
+    survey: Survey, loaded: Mapping[str, Any], flatten: Mapping[str, Sequence[int]] | None
+) -> str | None:
+    """Say which layers read what was flattened channels last, and were loaded as PyTorch has them.
 
     Args:
-        survey: The model.
+        survey: The model, loaded.
         loaded: What was loaded, by the model's names.
-        flatten: Of which layers the user has said that they do.
+        flatten: Of which layers the user has said what is flattened.
     """
-    if not any(isinstance(node, (nnx.Conv, nnx.ConvTranspose)) for _, node in survey.nodes):
-        return ()
+    model = survey.model
+    convolutions = [node for _, node in survey.nodes if isinstance(node, (nnx.Conv, nnx.ConvTranspose))]
+    if not convolutions or not isinstance(model, nnx.Module) or not callable(model):
+        return None
+    found = with_sizes(list(sites(model)), flatten)[0]
+    layers = {dotted(site.path): site for site in found if rule_for(type(site.node)).flattens}
+    widths = {name: width for name, site in layers.items() if (width := _input_width(site, loaded)) is not None}
+    suspects = [name for name in _suspects(found, widths) if layers[name].sizes is None]
+    merged = _first_found(model, suspects, convolutions[0]) if suspects else {}
+    sizes = {name: _sizes(whole, widths[name]) for name, whole in merged.items()}
+    said = {name: str(site.sizes) for name, site in layers.items() if site.sizes is not None}
+    for name, told in [*sizes.items(), *said.items()]:  # a norm leaves the order to what comes after it
+        after = _after_norm(layers, widths, name)
+        if after is not None and after not in said:
+            sizes.setdefault(after, told)
+    if not sizes:
+        return None
+    shown = ", ".join(f"{name!r}: {told}" for name, told in sizes.items())
+    same = ", ".join(f"{name!r}: ({widths[name]},)" for name in sizes)
+    where = f"{', '.join(sizes)} of {hooks.unhooked_class(type(model)).__name__}"
+    return (
+        f"{where}: the input is flattened channels last, and the weight was loaded as one of PyTorch, which flattens "
+        f"channels first: the output is wrong. Write flatten={{{shown}}}, or {{{same}}} if PyTorch flattens as the "
+        "model does"
+    )
+
+
+def _first_found(model: Any, names: Collection[str], convolution: Any) -> dict[str, tuple[int, ...]]:
+    """Return what is flattened before some layers in a run of the first image that is large enough."""
+    if not isinstance(convolution.in_features, int):
+        return {}
+    for length in _LENGTHS:
+        shape = (1, *(length,) * len(convolution.kernel_size), convolution.in_features)
+        found = _flattened(model, names, jax.ShapeDtypeStruct(shape, convolution.kernel.dtype))
+        if found is not None:
+            return found
+    return {}
+
+
+def _after_norm(layers: Mapping[str, Site], widths: Mapping[str, int], name: str) -> str | None:
+    """Return the linear layer that comes after a norm of what was flattened: the first one of its width."""
+    if rule_for(type(layers[name].node)) is LINEAR or len(layers[name].sizes or (1, 1)) < 2:
+        return None
+    linear = [n for n, site in layers.items() if rule_for(type(site.node)) is LINEAR]
+    return next((n for n in linear if widths.get(n) == widths.get(name)), None)
+
+
+def _sizes(merged: tuple[int, ...], width: int) -> str:
+    """Return the sizes of the map for a width, from those of another one: exactly, if it is square."""
+    *spatial, channels = merged
+    rest = width // channels
+    side = round(rest ** (1 / len(spatial)))
+    if math.prod(merged) == width:
+        return str(merged)
+    if side ** len(spatial) == rest and len(set(spatial)) == 1:
+        return str((*(side,) * len(spatial), channels))
+    return f"({', '.join(('depth', 'height', 'width')[3 - len(spatial) :])}, {channels})"
+
+
+def _suspects(found: Sequence[Site], widths: Mapping[str, int]) -> Iterator[str]:
+    """Find the layers that may follow a flatten: with another width than what is defined before them has."""
     before: Any = None
-    found: dict[str, None] = {}
-    for site in with_sizes(list(sites(survey.model)), flatten)[0]:
-        width = _input_width(site, loaded) if rule_for(type(site.node)).flattens and site.sizes is None else None
-        if width is not None and width != before and before is not None:
-            found[dotted(site.path)] = None
-        before = next((n for name in _WIDTHS if (n := site.get(name)) is not None), before)
-    return tuple(found)
+    for site in found:
+        name = dotted(site.path)
+        if name in widths and before is not None and widths[name] != before:
+            yield name
+        before = next((n for attribute in _WIDTHS if (n := site.get(attribute)) is not None), before)
 
 
 def _input_width(site: Site, loaded: Mapping[str, Any]) -> int | None:
@@ -60,63 +120,32 @@ def _input_width(site: Site, loaded: Mapping[str, Any]) -> int | None:
     return None
 
 
-def watch(model: Any, names: tuple[str, ...]) -> None:
-    """Let the next call of a model tell of layers that read what was flattened channels last."""
-    if names and isinstance(model, nnx.Module) and callable(model):
-        hooks.register(model, hooks.Hook(next(hooks.ids), "forward_pre", FirstCall(names), with_kwargs=True))
-
-
-def forget(model: Any) -> None:
-    """Take the hook of an earlier load off a model."""
-    for hook in hooks_of(model, "forward_pre") if isinstance(model, nnx.Module) else ():
-        if isinstance(hook.function, FirstCall):
-            hooks.RemovableHandle(_compat.incarnations(model), hook).remove()
-
-
-@dataclasses.dataclass(frozen=True)
-class FirstCall:
-    """The hook: a value, so that models that wait for the same are equal."""
-
-    names: tuple[str, ...]
-
-    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at a call before it runs, and be gone."""
-        forget(model)
-        found = flattened(model, self.names, args, kwargs)
-        if found:
-            shown = ", ".join(f"{name!r}: {sizes}" for name, sizes in found.items())
-            same = ", ".join(f"{name!r}: ({math.prod(sizes)},)" for name, sizes in found.items())
-            warn(
-                f"{', '.join(found)} of {hooks.unhooked_class(type(model)).__name__}: the input was flattened channels "
-                "last, and the weight was loaded as one of PyTorch, which flattens channels first: the output is "
-                f"wrong. Load again with flatten={{{shown}}}, or {{{same}}} if PyTorch flattens as the model does"
-            )
-
-
-def flattened(
-    model: Any, names: Collection[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, tuple[int, ...]]:
-    """Return the sizes ``(*spatial, channels)`` of what is flattened before some layers in a call.
+def _flattened(model: Any, names: Collection[str], image: Any) -> dict[str, tuple[int, ...]] | None:
+    """Return the sizes ``(*spatial, channels)`` of what is flattened before some layers in a run without values.
 
     Args:
         model: The model; nothing of it is executed or changed.
         names: Dotted paths of the layers.
-        args: The call's arguments.
-        kwargs: Its keyword arguments.
+        image: What it is called with.
+
+    Returns:
+        The sizes by name; None if no such layer was reached.
     """
     found: dict[str, tuple[int, ...]] = {}
+    reached: set[str] = set()
 
     def look(path: Path, given: Sequence[Any], producers: Producers) -> None:
         name = dotted(path)
-        for value in given[:1] if name in names and name not in found else ():
-            sizes = _flattened_sizes(value, producers)
+        if name in names and name not in reached and given:
+            reached.add(name)
+            sizes = _flattened_sizes(given[0], producers)
             if sizes is not None:
                 found[name] = sizes
 
     try:
-        AbstractCall(model, args, kwargs, look=look).run()
-    except Exception:  # what is wrong with the call, the call itself will say
-        return {}
+        AbstractCall(model, (image,), {}, look=look).run()
+    except Exception:  # of an image of another size than the model takes, at the latest in that layer
+        return found if reached else None
     return found
 
 

@@ -141,12 +141,12 @@ def load_entries(
             snapshot.keep(w.current for w in plan.writes.values() if is_buffer(w.current))
             with _compat.at_trace(home_trace(model)):  # what is written must outlive the current trace
                 _write(plan, origin)
+                if dtype is not None:
+                    param_dtypes.follow([node for _, node in _graph.nodes(model)])
                 LOCAL.apart.put_together()
                 if origin.placing is not None and plan.leaves_some:
                     with stacks.together():
                         origin.placing.move_rest(Survey(model))
-            if dtype is not None:
-                param_dtypes.follow([node for _, node in _graph.nodes(model)])
             _finish(plan, result, origin, after, strict=strict)
         except BaseException:
             LOCAL.apart.restore()

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from lazymods._error_lists import shown_names
 from lazymods._errors import Problem, describe
 from lazymods._layer.placeholder import fits
+from lazymods.state.flow import StackedTensor
 from lazymods.state.layouts.attention import ATTENTION
 from lazymods.state.layouts.linear import LINEAR
 from lazymods.state.layouts.site import Site
@@ -81,12 +82,16 @@ def _matrices(site: Site, tensors: Mapping[str, Any], origins: Mapping[str, Orig
     for entry in ("weight",) if rule is LINEAR else _MATRICES:
         name = site.torch_name(entry)
         tensor = tensors.get(name)
+        kernel = site.shape("kernel") if rule is LINEAR else None
+        while isinstance(tensor, StackedTensor):  # of layers that are alike
+            axis = tensor.axis % len(tensor.shape)
+            kernel = None if kernel is None else kernel[:axis] + kernel[axis + 1 :]
+            tensor = tensor.parts[0]
         shape = tuple(getattr(tensor, "shape", ()))
         if len(shape) != 2:
             continue
         stored, turns = origins.get(name, Origin(tensor))
         rows, columns = stored.shape if len(getattr(stored, "shape", ())) == 2 else shape
-        kernel = site.shape("kernel") if rule is LINEAR else None
         if turns is not None:
             is_other_way = turns % 2 == 1
         elif rows == shape[0] and columns > shape[1]:  # the columns were cut: it is what comes out that is cut

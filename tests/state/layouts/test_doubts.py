@@ -134,6 +134,24 @@ def test_the_output_of_an_attention_of_flax(tmp_path: Path) -> None:
     assert np.array_equal(loaded["attn"].query.kernel[...], query)
 
 
+def test_layers_that_are_stacked_for_a_scan(tmp_path: Path) -> None:
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.c_attn, self.c_proj = (lm.LazyLinear(n, use_bias=False, rngs=rngs) for n in (12, 4))
+
+    def model() -> nnx.Dict:
+        return nnx.Dict(h=nnx.split_rngs(splits=2)(nnx.vmap(Block, axis_size=2))(nnx.Rngs(0)))
+
+    tensors = {f"h.{i}.{n}.weight": normal(4, m) for i in range(2) for n, m in (("c_attn", 12), ("c_proj", 4))}
+    path, stack = saved(tmp_path, tensors), lm.rules.Stack(r"h[.](\d+)[.]", into="h.")
+    assert refused(model(), path, rename=[stack]) == ["h.c_attn.weight", "h.c_proj.weight"]
+    assert refused(model(), path, rename=[Transpose("c_attn"), stack]) == ["h.c_proj.weight"]
+    loaded = model()
+    lm.load(loaded, path, layout="torch", rename=[Transpose("c_attn|c_proj"), stack])
+    wanted = np.stack([tensors[f"h.{i}.c_proj.weight"] for i in range(2)])
+    assert np.array_equal(loaded["h"].c_proj.kernel[...], wanted)
+
+
 def test_square_matrices_of_other_kinds_are_not_in_doubt(tmp_path: Path) -> None:
     tensors = {f"enc.{i}.{n}.weight": normal(4, 4) for i in range(2) for n in ("q", "k")}
     path = saved(tmp_path, tensors | {"head.0.out.weight": normal(4, 7)})
