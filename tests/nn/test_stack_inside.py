@@ -101,7 +101,7 @@ def test_training_states(tmp_path: Any) -> None:
     models = [Model(Normed, "lazy", seed=seed) for seed in range(2)]
     tx = optax.sgd(1e-2, momentum=0.9)
     states = [{"model": m, "optimizer": lm.LazyOptimizer(m, tx, wrt=nnx.Param)} for m in models]
-    lm.jit(step)(*states[0].values(), X)
+    lm.jit(step)(states[0]["model"], states[0]["optimizer"], X)
     lm.save(states[0], tmp_path / "state.safetensors")
     lm.load(states[1], tmp_path / "state.safetensors")
     got, want = (lm.state_dict(s, include_rng=True) for s in reversed(states))
