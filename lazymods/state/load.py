@@ -30,8 +30,8 @@ from lazymods._layer.drawing import note_draws
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
 from lazymods._memory import Incoming, transfer
-from lazymods._shards import goes_to_several
 from lazymods._snapshot import Snapshot
+from lazymods._spread import goes_to_several
 from lazymods.state import by_trial
 from lazymods.state.entries import Place, Survey, home_trace, is_buffer, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread
@@ -176,9 +176,9 @@ def load_entries(
             with _compat.at_trace(home_trace(model)):  # what is written must outlive the current trace
                 _write(plan, origin)
                 LOCAL.apart.put_together()
-                if origin.placing is not None:
+                if origin.placing is not None and plan.leaves_some:
                     with stacks.together():
-                        origin.placing.move_rest(model)
+                        origin.placing.move_rest(Survey(model))
             for node in reversed(after):  # children before parents
                 run_hooks(node, "load_state_dict_post", result)
             _raise_problems(plan, result, origin, strict=strict)
@@ -394,7 +394,7 @@ def _placed(plan: LoadPlan, origin: Origin) -> dict[str, Any]:
     if origin.placing is None:
         return {}
     writes = [w for w in plan.writes.values() if w.dtype is not None and is_placed(w.place)]
-    return origin.placing.shardings(Survey(plan.model), [Target(w.place, w.value.shape, w.dtype) for w in writes])
+    return origin.placing.shardings(plan.survey, [Target(w.place, w.value.shape, w.dtype) for w in writes])
 
 
 def _spread(plan: LoadPlan, writes: Sequence[Write], goals: Mapping[str, Any], origin: Origin) -> dict[str, jax.Array]:

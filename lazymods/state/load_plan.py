@@ -23,7 +23,7 @@ from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import REFUSALS, ConstructorInit, LayerConfig, example_key
 from lazymods._layer.formulas import ShapeFormulas
 from lazymods._layer.placeholder import UninitializedVariable, fits, show_shape
-from lazymods._shards import is_spread
+from lazymods._spread import is_spread
 from lazymods.state.entries import IMPL, Place, Survey, home_trace
 from lazymods.state.files.stored import Unread
 from lazymods.state.plain import as_number
@@ -87,6 +87,7 @@ class LoadPlan:
         dtype: Any = None,
         in_parts: Callable[[Place], bool] = is_spread_place,
     ) -> None:
+        self.survey: Survey = survey
         self.model: Any = survey.model
         self.places: dict[str, Place] = survey.places
         self.given: Mapping[str, Any] = given
@@ -109,6 +110,12 @@ class LoadPlan:
         """Whether anything is left as it is that may have been drawn: it is no constant."""
         left = [self.places[name] for name in (*self.missing, *self.mismatched) if name in self.places]
         return any(not place.lazy and not place.is_rng and _may_be_drawn(place.value) for place in left)
+
+    @property
+    def leaves_some(self) -> bool:
+        """Whether the model will have entries that are not written, such as those that a layer initializes."""
+        sized = {id(layer) for layer, _ in self.sized}
+        return bool(self.missing or self.mismatched) or any(id(layer) not in sized for _, layer in self.lazy)
 
     def where(self, place: Place) -> str:
         """Name a place by its path and what is there."""

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from lazymods._errors import CheckpointError, LazyError, Problem, SaveError, describe
-from lazymods._shards import on_host
+from lazymods._spread import on_host
 from lazymods.state.files import orbax, replacing
 from lazymods.state.files.paths import check_orbax_path
 from lazymods.state.files.stored import MAX_NAME_BYTES, NOTES, printable, texts_as_array

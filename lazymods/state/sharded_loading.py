@@ -10,7 +10,7 @@ import numpy as np
 
 from lazymods._initial.shards import put
 from lazymods._memory import Incoming, as_it_lies, prepared
-from lazymods._shards import Index, Part, parts_here, put_together
+from lazymods._spread import Index, Part, parts_here, put_together
 from lazymods.state.files.orbax import OrbaxArray
 from lazymods.state.files.stored import Array, Unread, check_booleans, will_need
 from lazymods.state.values import cast_problem
@@ -150,7 +150,7 @@ def _restored(entries: Sequence[Spread], misfits: Misfits) -> dict[str, jax.Arra
     from lazymods.state.files.orbax_restoring import restore
 
     sources: list[Any] = [e.value.stored.source for e in entries if isinstance(e.value, Unread)]
-    arrays = restore(sources, [e.sharding for e in entries])
+    arrays = restore(sources, [_where_to_restore(e.sharding) for e in entries])
     out = {}
     for entry, array in zip(entries, arrays, strict=True):
         for shard in array.addressable_shards if array.dtype != entry.dtype or array.dtype == np.bool_ else ():
@@ -159,3 +159,9 @@ def _restored(entries: Sequence[Spread], misfits: Misfits) -> dict[str, jax.Arra
         cast = array if array.dtype == entry.dtype else array.astype(entry.dtype)
         out[entry.name] = cast if cast.sharding == entry.sharding else put(cast, entry.sharding)
     return out
+
+
+def _where_to_restore(sharding: Any) -> Any:
+    """Return where Orbax restores: what every device holds whole on one of them, for it would be read for each."""
+    here = sorted(sharding.addressable_devices, key=lambda device: device.id)
+    return jax.sharding.SingleDeviceSharding(here[0]) if sharding.is_fully_replicated and here else sharding

@@ -21,7 +21,7 @@ from lazymods._errors import CheckpointError, LazyError, Problem, UninitializedE
 from lazymods._layer import stacks
 from lazymods._layer.placeholder import SIZE_LINE
 from lazymods._memory import ALIGNMENT
-from lazymods._shards import on_host
+from lazymods._spread import on_host
 from lazymods.state import plain
 from lazymods.state.entries import check_is_model, is_training_state, named_places
 from lazymods.state.files import safetensors
@@ -45,6 +45,10 @@ def save(
     one path the last to finish wins. Only a checkpoint or a regular file is ever replaced. Tied parameters are written
     once, and tied again by :func:`load`.
 
+    Of a model over several devices one parameter at a time is brought to the host. A program of several processes saves
+    to an Orbax folder, by the same call in each: what each has for itself, such as a random key, is written as the
+    first one's, and the folder is there when the call returns, in all of them.
+
     Args:
         model: An nnx module; or a dict of a training state, such as ``{"model": model, "optimizer": optimizer, "rngs":
             rngs, "step": 100}``, whose numbers, texts and random state are stored as well, in dicts, lists, tuples
@@ -61,7 +65,8 @@ def save(
     Raises:
         UninitializedError: If a parameter has no value yet.
         CheckpointError: If a value cannot be held by the format, such as 4-bit integers, or by any, such as a function,
-            a donated array or a traced value; if something stands at the path that is neither a checkpoint nor a
+            a donated array or a traced value; if a file was to hold arrays of several processes, or one of these does
+            not come to save; if something stands at the path that is neither a checkpoint nor a
             regular file, or the path is a URL; or if it cannot be written (then it is an OSError too).
         TypeError: If the model is neither an nnx object nor a dict or list.
         ValueError: If the suffix is none of these.

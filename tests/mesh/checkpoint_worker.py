@@ -61,7 +61,8 @@ def files(folder: Path) -> Any:
         lm.load(model, folder / name, mesh=mesh, rules=RULES)
         write_shards(folder, name.partition(".")[0] + name.partition(".")[2], model)
     lm.save(model, folder / "saved")
-    seen: list[Any] = [sorted(p.name for p in folder.iterdir() if "saved" in p.name)]  # in each process, as soon as it returns
+    # in each process, as soon as the save returns
+    seen: list[Any] = [sorted(p.name for p in folder.iterdir() if "saved" in p.name)]
     lm.save(model, folder / "saved")
     pending = lm.save(model, folder / "later", wait=False)
     assert pending is not None
@@ -112,6 +113,33 @@ def state(folder: Path) -> Any:
     }
     data = [jax.random.key_data(r["rngs"].dropout.key.get_value()).tolist() for r in (first, again)]
     return [again["step"], again["name"], data[0] == data[1], placed]
+
+
+@job
+def unplaceable(folder: Path) -> Any:
+    """A save whose folder the first process cannot put in its place."""
+    from lazymods.state.files import replacing
+
+    model = MLP(1)
+    lm.load(model, folder / "model.safetensors", mesh=all_devices(), rules=RULES)
+    lm.save(model, folder / "kept")
+    ordinary, told = replacing.Room.put_in_place, []
+
+    def fail(self: Any, check: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    for _ in range(2):
+        replacing.Room.put_in_place = fail
+        try:
+            lm.save(model, folder / "kept")
+        except lm.CheckpointError as error:
+            told.append(error.problems[0].got)
+        replacing.Room.put_in_place = ordinary
+    lm.save(model, folder / "kept")
+    again = MLP(2)
+    lm.load(again, folder / "kept", mesh=all_devices(), rules=RULES)
+    write_shards(folder, "kept", again)
+    return told
 
 
 @job

@@ -54,7 +54,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any],
     for name in ("model.safetensors", "model.npz", "orbax"):
         lm.save(model, folder / name)
     want = {name: np.asarray(array) for name, array in arrays(model).items()}
-    return folder, want, run(folder, "files", "refused", "state", "absent")
+    return folder, want, run(folder, "files", "refused", "state", "unplaceable", "absent")
 
 
 def assert_shards(folder: Path, tag: str, want: dict[str, Any], split: tuple[str, ...]) -> None:
@@ -72,7 +72,10 @@ def assert_shards(folder: Path, tag: str, want: dict[str, Any], split: tuple[str
     assert all(count.min() > 0 and count.min() == count.max() for count in covered.values())
 
 
-@pytest.mark.parametrize("tag", ["modelsafetensors", "modelnpz", "orbax", "saved_again", "later_again", "state"])
+TAGS = ["modelsafetensors", "modelnpz", "orbax", "saved_again", "later_again", "state", "kept"]
+
+
+@pytest.mark.parametrize("tag", TAGS)
 def test_each_process_has_its_part(ran: Any, tag: str) -> None:
     folder, want, results = ran
     assert all(isinstance(result["files"], list) and isinstance(result["state"], list) for result in results), results
@@ -102,6 +105,14 @@ def test_a_training_state_with_what_each_process_has_for_itself(ran: Any) -> Non
         expected = {"step": "()", "opt_state.0.count": "()"}
         expected |= {f"opt_state.0.{m}.{name}": spec for m in ("mu", "nu") for name, spec in SPECS.items()}
         assert {n: s.removeprefix("PartitionSpec").removeprefix("P") for n, s in placed.items()} == expected
+
+
+def test_every_process_is_told_that_a_folder_is_not_in_its_place(ran: Any) -> None:
+    _, _, results = ran
+    assert results[0]["unplaceable"] == ["OSError: No space left on device"] * 2
+    assert results[1]["unplaceable"] == [
+        "OSError: the first process could not put the folder in its place; it says why"
+    ] * 2
 
 
 def test_a_process_that_does_not_save_is_missed_and_not_waited_for_for_ever(ran: Any) -> None:

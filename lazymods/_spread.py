@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -31,10 +32,10 @@ def part_at(index: Index, shape: tuple[int, ...]) -> Part:
     return tuple([(i.start or 0, n if i.stop is None else i.stop) for i, n in zip(index, shape, strict=True)])
 
 
-def parts_here(sharding: Any, shape: tuple[int, ...]) -> dict[Part, Index]:
+@functools.lru_cache(1000)  # many arrays are alike
+def parts_here(sharding: Any, shape: tuple[int, ...]) -> Mapping[Part, Index]:
     """Return the parts of an array that devices of this process hold, each once."""
-    indices: Iterable[Index] = sharding.addressable_devices_indices_map(shape).values()
-    return {part_at(index, shape): index for index in indices}
+    return {part_at(index, shape): index for index in sharding.addressable_devices_indices_map(shape).values()}
 
 
 def put_together(shape: tuple[int, ...], dtype: Any, sharding: Any, parts: Mapping[Part, Array]) -> jax.Array:
