@@ -121,7 +121,7 @@ def children(value: Any, kind: NodeKind | None = None) -> Iterable[tuple[Any, An
     """What an nnx object, mapping, list, tuple or registered pytree holds, by key; ``kind``: its own, if known."""
     kind = kind_of(value) if kind is None else kind
     if kind is NODE:
-        if LOCAL.apart is not None and TOGETHER in vars(value):
+        if LOCAL.apart is not None and LOCAL.apart.opens(value):
             return LOCAL.apart.blocks_of(value)
         return [item for item in vars(value).items() if item[0] not in _PRIVATE]
     if kind is MAPPING:
@@ -196,7 +196,7 @@ def get_child(holder: Any, key: Any) -> Any:
     An ``nnx.List`` has attributes such as ``"0"``, and keys such as 0 in states.
     """
     if isinstance(holder, nnx.Pytree):
-        if LOCAL.apart is not None and TOGETHER in vars(holder):
+        if LOCAL.apart is not None and LOCAL.apart.opens(holder):
             return dict(LOCAL.apart.blocks_of(holder)).get(str(key), MISSING)
         return vars(holder).get(str(key) if isinstance(key, int) else key, MISSING)
     if isinstance(holder, Mapping):

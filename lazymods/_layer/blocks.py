@@ -193,13 +193,17 @@ def joined_pending(pendings: Sequence[PendingInit]) -> PendingInit:
     return PendingInit(*first.static(), keys=held)
 
 
-def part_of_pending(pending: PendingInit, i: int) -> PendingInit:
-    """Return how the value of one of the blocks of :func:`joined_pending` will be made."""
-    keys = [None if k is None else k[i] for k in pending.built_with]
-    made = PendingInit.build(pending.source, pending.element, pending.dtype, pending.label, keys)
-    if len(pending.stacking.sizes) > 1:
-        made.key_source = leaves_of(keys, Stacking(pending.stacking.marks[1:], pending.stacking.exact))
-    return made
+def parts_of_pending(pending: PendingInit, n: int) -> list[PendingInit]:
+    """Return how the value of each of the blocks of :func:`joined_pending` will be made."""
+    each = [[None] * n if k is None else stacked_values.parts(k, n) for k in pending.built_with]
+    out = []
+    for i in range(n):
+        keys = [k[i] for k in each]
+        made = PendingInit.build(pending.source, pending.element, pending.dtype, pending.label, keys)
+        if len(pending.stacking.sizes) > 1:
+            made.key_source = leaves_of(keys, Stacking(pending.stacking.marks[1:], pending.stacking.exact))
+        out.append(made)
+    return out
 
 
 def with_axis(metadata: dict[str, Any]) -> dict[str, Any]:
@@ -295,7 +299,7 @@ def places_of(whole: Any) -> dict[str, Any]:
 def _values_of(owner: Any, n: int, abstract: bool) -> list[Any]:
     raw = raw_of(owner)
     if isinstance(raw, PendingInit):
-        return [part_of_pending(raw, i) for i in range(n)]
+        return parts_of_pending(raw, n)
     if has_no_layers(owner):
         return [raw] * n
     return stacked_values.parts(raw, n, abstract=abstract)

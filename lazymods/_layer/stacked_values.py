@@ -114,7 +114,7 @@ def _common_place(values: Sequence[jax.Array]) -> Any:
 
 def _places_of_parts(array: Any, n: int) -> list[Any]:
     """Return where the parts of an array are to be; None where nobody has said where it is to be."""
-    if isinstance(array, jax.Array) and not array.committed:
+    if array.sharding is None or (isinstance(array, jax.Array) and not array.committed):
         return [None] * n
     is_named = isinstance(array.sharding, jax.sharding.NamedSharding)
     return shards.of_each(array.sharding, (n,)) if is_named else [array.sharding] * n

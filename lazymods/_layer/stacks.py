@@ -34,12 +34,28 @@ class Apart:
     def __init__(self, *, abstract: bool) -> None:
         self._abstract = abstract
         self._known: dict[int, tuple[Any, list[tuple[str, Any]]]] = {}
+        self._closed: dict[int, Any] = {}
         self._before: list[Snapshot] = []
         self._places: dict[int, dict[str, Any]] = {}
 
     def layers_of(self, nodes: Iterable[tuple[Path, Any]]) -> Layers:
         """Return what says where in a stack an entry is, from the objects that a walk has found."""
         return Layers([(path, *self._known[id(node)]) for path, node in nodes if id(node) in self._known], self._places)
+
+    def opens(self, node: Any) -> bool:
+        """Whether an object is a stack to be taken apart.
+
+        One that the constructor of a lazy layer has made is not, before that layer has its sizes: the constructor, and
+        not the blocks, says how the values are made.
+        """
+        if TOGETHER not in vars(node):
+            return False
+        if id(node) not in self._known and id(node) not in self._closed:
+            with _looking(None):
+                held = [e.value.pending for e in _graph.entries(vars(node)[TOGETHER]) if _graph.is_placeholder(e.value)]
+            if any(not pending.stacking.sizes for pending in held):
+                self._closed[id(node)] = node
+        return id(node) not in self._closed
 
     def blocks_of(self, stack: Any) -> list[tuple[str, Any]]:
         """Return the blocks of a stack by their names, the same ones each time."""

@@ -57,8 +57,10 @@ class BlockCall:
 
         Raises:
             ShapeInferenceError: If a block returns something of another shape or dtype than it takes.
-            LazyError: If the blocks change what they share in a way that can't be carried from one to the next.
+            LazyError: If the blocks change what they share in a way that can't be carried from one to the next, or a
+                value on the stack has not the axis of the layers.
         """
+        self._check_axes()
         slices = [self._values_of(owner) for owner in self._stacked]
         carried = [raw_of(v) for v in self._shared]
         scanning = not _compat.runs_at_once(_compat.current_trace())
@@ -77,6 +79,19 @@ class BlockCall:
         if not _graph.has_uninitialized_params(self._whole):  # else an abstract run, which starts again
             self._write(carried, found)
         return x
+
+    def _check_axes(self) -> None:
+        """Refuse what was set on the stack by hand without the axis of the layers."""
+        stacked = {id(o) for o in self._stacked if not has_no_layers(o)}
+        problems = []
+        for entry in _graph.entries(self._whole):
+            shapes = [jnp.shape(a) for a in jax.tree.leaves(raw_of(entry.value))] if id(entry.value) in stacked else []
+            if any(shape[:1] != (self._n,) for shape in shapes):
+                got, needed = f"a value of shape {shapes[0]}", f"an axis of the {self._n} layers in front"
+                write = "stack.each(lambda block: ...), which sets it in each block"
+                problems.append(Problem(f"{entry.name} in the blocks of a Stack", got, needed, write))
+        if problems:
+            raise LazyError(*problems)
 
     # ------------------------------------------------------------ one block
 

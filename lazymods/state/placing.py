@@ -59,24 +59,24 @@ class Placing(NamedTuple):
         shapes: dict[str, tuple[int, ...]] = {}  # of what is no optimizer's, by the names that rules see
         for name, target in chosen.items():
             if not names.is_of_optimizer(name):
-                layer = layers.of(names.of(target.place), target.place.owner)
-                shapes.setdefault(layer.name, (*layer.sizes, *target.shape))
+                layer = layers.of(names.first(target.place), target.place.owner)
+                shapes.setdefault(names.cut(layer.name), (*layer.sizes, *target.shape))
         found: dict[str, NamedSharding] = {}
         asked: dict[str, Named] = {}
         inside: dict[str, stacks.Layer] = {}
         for name, target in chosen.items():
-            seen = names.of(target.place)
+            layer = layers.of(names.first(target.place), target.place.owner)
+            seen = names.cut(layer.name)
             if names.is_of_optimizer(name):
                 seen = _parameter(names.parameter_of(name), target.shape, shapes)
                 if seen is None:  # a count, or the statistics of a row
                     found[name] = NamedSharding(self.mesh, PartitionSpec())
                     continue
-            layer = layers.of(seen, target.place.owner)
             metadata = _metadata(target.place)
             for _ in layer.sizes:
                 metadata = with_axis(metadata)
             inside[name] = layer
-            asked[name] = Named(layer.name, (*layer.sizes, *target.shape), target.dtype, metadata)
+            asked[name] = Named(seen, (*layer.sizes, *target.shape), target.dtype, metadata)
         while asked:  # several may have one name to the rules: a round has each once
             this_round = {parameter.name: (name, parameter) for name, parameter in reversed(asked.items())}
             places = find_shardings([parameter for _, parameter in this_round.values()], self.mesh, self.rules)
@@ -192,9 +192,12 @@ class _RuleNames:
                 self._optimizers.append(prefix_of(path))
                 self._states += _states_in(node, path)
 
-    def of(self, place: Place) -> str:
-        """Return the name of a place."""
-        name = self._first[place.identity]
+    def first(self, place: Place) -> str:
+        """Return the name of a place, of a tie its first one."""
+        return self._first[place.identity]
+
+    def cut(self, name: str) -> str:
+        """Return a name without the key, in a training state, of what it is in."""
         if not self._is_state:
             return name
         cut = next((c for c in self._cuts if name.startswith(c)), None)

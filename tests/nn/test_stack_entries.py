@@ -170,6 +170,19 @@ def test_shardings_get_an_axis_for_the_layers() -> None:
 # ---------------------------------------------------------------- refusals
 
 
+def test_what_is_set_without_the_layers_is_refused() -> None:
+    stack, _ = pair(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+    stack.blocks_as_one.bias = nnx.Param(jnp.zeros(WIDTH))
+    with pytest.raises(lm.LazyError) as caught:
+        stack(H)
+    assert str(caught.value).splitlines() == [
+        "bias in the blocks of a Stack",
+        "  got:    a value of shape (8,)",
+        "  needed: an axis of the 3 layers in front",
+        "  write:  stack.each(lambda block: ...), which sets it in each block",
+    ]
+
+
 class Odd(nnx.Module):
     built = 0
 
