@@ -137,7 +137,8 @@ def _compute(spec: LayerConfig, abstract: AbstractModule, empty: Mapping[Path, A
     arrays = {p: v.pending.make(whole(abstract, p, v)) for p, v in empty.items() if p not in own}
     arrays |= _taken(abstract, own)
     plain = {p: v for p, v in own.items() if p not in arrays and not v.pending.stacking.sizes}
-    arrays |= PendingValues([(abstract, plain)]).run()[0]
+    placed = any(placement.place_of(v) is not None for v in plain.values())
+    arrays |= PendingValues([(abstract, plain)], placed=placed).run()[0]
     groups: list[tuple[Any, list[Path]]] = []
     for path, variable in own.items():
         if path in arrays:
@@ -172,12 +173,20 @@ class PendingValues:
     Args:
         layers: AbstractModule and placeholders of each.
         calling: Whether initializers of users may be called.
+        placed: Whether the values have places on a mesh.
     """
 
-    def __init__(self, layers: Sequence[tuple[AbstractModule, Mapping[Path, Any]]], calling: bool = True) -> None:
-        self.layers, self._calling = layers, calling
+    def __init__(
+        self,
+        layers: Sequence[tuple[AbstractModule, Mapping[Path, Any]]],
+        calling: bool = True,
+        placed: bool = False,
+    ) -> None:
+        self.layers, self._calling, self._placed = layers, calling, placed
+        self._context = placement.on_one_device if placed else contextlib.nullcontext
         self._places = [(i, path) for i, (_, own) in enumerate(layers) for path in own]
-        self._plan = self._planned() if self._places and _compat.executing() else None
+        with self._context():
+            self._plan = self._planned() if self._places and _compat.executing() else None
 
     def _planned(self) -> Any:
         from lazymods._initial.fill import InitBatch
@@ -189,7 +198,7 @@ class PendingValues:
             abstract, own = self.layers[i]
             pending = own[path].pending
             alive.append(pending.keys)  # known has their identities
-            requests.append(request(abstract, abstract.slots[path], alive[-1], pending.dtype, known))
+            requests.append(request(abstract, abstract.slots[path], alive[-1], pending.dtype, known, self._placed))
         return InitBatch(requests, self._calling)
 
     def describe(self) -> tuple[dict[int, tuple[str, bool]], int]:
@@ -203,7 +212,8 @@ class PendingValues:
         """Compute what is known to come out as the layers themselves would make it, by layer and path."""
         out: list[dict[Path, Any]] = [{} for _ in self.layers]
         shardings = [placement.place_of(self.layers[i][1][path]) for i, path in self._places]
-        made = self._plan.fill(shardings) if self._plan is not None else ()
+        with self._context():
+            made = self._plan.fill(shardings) if self._plan is not None else ()
         for (i, path), array in zip(self._places, made, strict=True) if made else ():
             if array is not None:
                 out[i][path] = array
@@ -222,16 +232,19 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
-def plan(layers: Sequence[tuple[Any, Mapping[str, Any] | None]], calling: bool) -> PendingValues:
+def plan(
+    layers: Sequence[tuple[Any, Mapping[str, Any] | None]], calling: bool, placed: bool = False
+) -> PendingValues:
     """Plan the values of many layers together.
 
     Args:
         layers: Lazy layers and their inferred constructor arguments. Layers written by hand (None) are left out.
         calling: Whether initializers of users may be called.
+        placed: Whether the values have places on a mesh.
     """
     found = [_readable(layer, values) for layer, values in layers if values is not None]
     with _compat.at_trace(_compat.eval_trace()):
-        return PendingValues([f for f in found if f is not None], calling)
+        return PendingValues([f for f in found if f is not None], calling, placed)
 
 
 @contextlib.contextmanager
