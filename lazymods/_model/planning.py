@@ -62,7 +62,7 @@ class Places:
             return {}
         if self._is_given:
             return find_shardings(parameters, self.mesh, self._rules)
-        now = [p._replace(metadata={}) if p.metadata.get("eager_sharding") is False else p for p in parameters]
+        now = [Named(*p[:3], {}) if p.metadata.get("eager_sharding") is False else p for p in parameters]
         own = {p.name: mesh for p in now if self._rules is None and (mesh := _own_mesh(p.metadata)) is not None}
         found = find_shardings([p for p in now if p.name not in own], self.mesh, self._rules)
         for parameter in now:
