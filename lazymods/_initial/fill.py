@@ -6,7 +6,6 @@ On a mesh each part that a device of this process holds is drawn alone: none is 
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,7 +122,7 @@ class InitBatch:
         large = {key for key, blocks in jobs.items() if len(blocks) > many // 8}
         together = tuple(dict.fromkeys(key[0][0] for key in jobs if key in large))
         skips = max((len(part.skips) for part in parts), default=0)
-        with _compat.kept_when_compiled(), _without_mesh(), Sender([part.devices for part in parts]) as sender:
+        with _compat.kept_when_compiled(), Sender([part.devices for part in parts]) as sender:
             sender.touch([b for p, b in zip(parts, buffers, strict=True) if isinstance(self.made[p.request], Drawn)])
             for (units, shared), blocks in jobs.items():
                 rows, drawing = (many, together) if (units, shared) in large else (FEW, units[:1])
@@ -178,18 +177,11 @@ def call_in_blocks(
     init: Callable[..., Any], key: Any, shape: Shape, dtype: Any, sharding: Any = None
 ) -> jax.Array | None:
     """Return ``init(key, shape, dtype)``; None if that is not known to come out the same in blocks."""
-    data = host_value(key)
+    data = host_value(key, sharding is not None)
     if not isinstance(data, tuple) or jax.dtypes.canonicalize_dtype(dtype) != dtype:
         return None
     request = InitRequest(init, data, shape, np.dtype(dtype), shape, np.dtype(dtype))
     return InitBatch([request]).fill([sharding])[0]
-
-
-def _without_mesh() -> Any:
-    """Run kernels on one device, also where ``jax.set_mesh`` would have all of a mesh run them."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return contextlib.nullcontext()
-    return jax.set_mesh(None)
 
 
 def _device() -> Any:
@@ -232,10 +224,8 @@ def _made(request: InitRequest, calling: bool) -> Drawn | Constant | Run | None:
 
 def _may_be_spread(run: Run, place: Any) -> bool:
     """Whether XLA may split what an initializer does over a mesh: not on a CPU, where that would change its bits."""
-    if place is None or isinstance(run.out, np.ndarray) or place.mesh.devices.flat[0].platform == "cpu":
-        return False
-    current = jax.sharding.get_abstract_mesh()
-    return current.empty or current == place.mesh.abstract_mesh
+    of_jax = not isinstance(run.out, np.ndarray)
+    return place is not None and of_jax and place.mesh.devices.flat[0].platform != "cpu"
 
 
 def _do_again(request: InitRequest | None, run: Run, data: Any = None) -> Any:

@@ -23,12 +23,15 @@ def is_key(value: Any) -> bool:
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def host_value(value: Any) -> Key | int | None:
+def host_value(value: Any, placed: bool = False) -> Key | int | None:
     """Return a threefry key, or a counter, as Python numbers; None for anything else.
 
-    Nothing is returned for an array that is bound to a device: what is made from it would be bound as well.
+    Nothing is returned for an array that is bound to a device, since what is made from it would be bound as well; but
+    if that is ``placed``, it is no matter.
     """
-    if not isinstance(value, jax.Array) or not _compat.are_concrete([value]) or value.shape or value.committed:
+    if not isinstance(value, jax.Array) or not _compat.are_concrete([value]) or value.shape:
+        return None
+    if value.committed and not placed:
         return None
     if not is_key(value):
         return int(np.asarray(value)) if value.dtype == np.uint32 else None

@@ -10,6 +10,7 @@ tracers that the transform must carry. They have as many axes, of one element, a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -55,11 +56,12 @@ class InitSource:
         asked, dtype = dtype, jnp.result_type(float) if dtype is None else dtype
         if self.init is None:
             return jnp.zeros(shape, dtype)
-        made = None
-        if keys and _compat.executing():
-            from lazymods._initial.fill import call_in_blocks  # on first use: a model that is loaded never draws
+        made, place = None, placement.current()
+        with contextlib.nullcontext() if place is None else placement.on_one_device():
+            if keys and _compat.executing():
+                from lazymods._initial.fill import call_in_blocks  # on first use: a model that is loaded never draws
 
-            made = call_in_blocks(self.init, keys[0], shape, dtype, placement.current())
+                made = call_in_blocks(self.init, keys[0], shape, dtype, place)
         value = self.init(keys[0] if keys else None, shape, dtype) if made is None else made
         other = isinstance(value, jax.Array) and asked is not None and (value.dtype != asked or value.weak_type)
         return value.astype(asked) if other else value

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import jax
 from jax.sharding import NamedSharding
 
 from lazymods._initial import shards
@@ -57,6 +58,13 @@ def making(placeholder: Any) -> Iterator[None]:
 def current() -> NamedSharding | None:
     """Return the place of the value that is being made, if it has one."""
     return _LOCAL.current
+
+
+def on_one_device() -> contextlib.AbstractContextManager[Any]:
+    """Leave the mesh of ``jax.set_mesh``, all of whose devices would make the whole of every value."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return contextlib.nullcontext()
+    return jax.set_mesh(None)
 
 
 def at_place(placeholder: Any, value: Any) -> Any:

@@ -14,7 +14,7 @@ from lazymods._layer.abstract_module import AbstractModule, Slot, fold_p, init_p
 
 
 def request(
-    abstract: AbstractModule, slot: Slot, keys: Sequence[Any], dtype: Any, known: dict[int, Any]
+    abstract: AbstractModule, slot: Slot, keys: Sequence[Any], dtype: Any, known: dict[int, Any], placed: bool
 ) -> InitRequest | None:
     """Describe what computes a slot; None if that is more than an initializer and a change of shape.
 
@@ -24,6 +24,7 @@ def request(
         keys: Key and counter of each stream that was given to the constructor.
         dtype: The dtype that the value gets in the end.
         known: Values of keys and counters on the host by id, filled as they are met; the arrays must stay alive.
+        placed: Whether the value has a place on a mesh, wherever its key is.
     """
     equation, shape = abstract.producer_of(slot), slot.shape
     while equation is not None and equation.primitive.name == "reshape" and equation.params["dimensions"] is None:
@@ -34,7 +35,7 @@ def request(
     if equation is None or equation.primitive is not init_p:
         return None
     given = dict(zip(abstract.program.jaxpr.invars, keys, strict=True))
-    value = _on_host(abstract, equation.invars[0], given, known)
+    value = _on_host(abstract, equation.invars[0], given, known, placed)
     key = value if isinstance(value, tuple) else None
     return InitRequest(equation.params["call"], key, shape, equation.params["dtype"], slot.shape, dtype)
 
@@ -49,19 +50,21 @@ def _full(equation: Any, slot: Slot, dtype: Any) -> InitRequest | None:
     return InitRequest(Constant(value), None, slot.shape, aval.dtype, slot.shape, dtype)
 
 
-def _on_host(abstract: AbstractModule, variable: Any, given: dict[Any, Any], known: dict[int, Any]) -> Key | int | None:
+def _on_host(
+    abstract: AbstractModule, variable: Any, given: dict[Any, Any], known: dict[int, Any], placed: bool
+) -> Key | int | None:
     """Compute a key or a counter without JAX; None if it is not one fold after the other."""
     if hasattr(variable, "val"):
         return int(variable.val) if variable.aval.dtype == np.uint32 else None
     if variable in given:
         array = given[variable]
         if id(array) not in known:
-            known[id(array)] = host_value(array)
+            known[id(array)] = host_value(array, placed)
         return known[id(array)]
     equation = abstract.producers.get(variable)
     if equation is None or not (equation.primitive is fold_p or equation.primitive.name == "add"):
         return None
-    first, second = (_on_host(abstract, v, given, known) for v in equation.invars)
+    first, second = (_on_host(abstract, v, given, known, placed) for v in equation.invars)
     if not isinstance(second, int):
         return None
     if equation.primitive is fold_p:

@@ -169,7 +169,8 @@ def _compute(spec: LayerConfig, abstract: AbstractModule, empty: Mapping[Path, A
     arrays = {p: v.pending.make(whole(abstract, p, v)) for p, v in empty.items() if p not in own}
     arrays |= _taken(abstract, own)
     waiting = {p: v for p, v in own.items() if p not in arrays}
-    arrays |= PendingValues([(abstract, waiting)]).run()[0]
+    placed = any(placement.place_of(v) is not None for v in waiting.values())
+    arrays |= PendingValues([(abstract, waiting)], placed=placed).run()[0]
     groups: list[tuple[Any, list[Path]]] = []
     for path, variable in own.items():
         if path in arrays:
@@ -210,16 +211,19 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
-def plan(layers: Sequence[tuple[Any, Mapping[str, Any] | None]], calling: bool) -> PendingValues:
+def plan(
+    layers: Sequence[tuple[Any, Mapping[str, Any] | None]], calling: bool, placed: bool = False
+) -> PendingValues:
     """Plan the values of many layers together.
 
     Args:
         layers: Lazy layers and their inferred constructor arguments. Layers written by hand (None) are left out.
         calling: Whether initializers of users may be called.
+        placed: Whether the values have places on a mesh.
     """
     found = [_readable(layer, values) for layer, values in layers if values is not None]
     with _compat.at_trace(_compat.eval_trace()):
-        return PendingValues([f for f in found if f is not None], calling)
+        return PendingValues([f for f in found if f is not None], calling, placed)
 
 
 @contextlib.contextmanager

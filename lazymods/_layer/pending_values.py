@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,13 +22,21 @@ class PendingValues:
     Args:
         layers: AbstractModule and placeholders of each.
         calling: Whether initializers of users may be called.
+        placed: Whether the values have places on a mesh.
     """
 
-    def __init__(self, layers: Sequence[tuple[AbstractModule, Mapping[Path, Any]]], calling: bool = True) -> None:
-        self.layers, self._calling = layers, calling
+    def __init__(
+        self,
+        layers: Sequence[tuple[AbstractModule, Mapping[Path, Any]]],
+        calling: bool = True,
+        placed: bool = False,
+    ) -> None:
+        self.layers, self._calling, self._placed = layers, calling, placed
+        self._context = placement.on_one_device if placed else contextlib.nullcontext
         places = [(i, path, own[path].pending) for i, (_, own) in enumerate(layers) for path in own]
         self._places = [(i, path) for i, path, pending in places if _is_whole_or_in_front(pending)]
-        self._plan = self._planned() if self._places and _compat.executing() else None
+        with self._context():
+            self._plan = self._planned() if self._places and _compat.executing() else None
 
     def _planned(self) -> Any:
         from lazymods._initial.fill import InitBatch
@@ -40,7 +49,7 @@ class PendingValues:
             pending = own[path].pending
             for keys in pending.keys_of_each():
                 alive.append(keys)  # known has their identities
-                requests.append(request(abstract, abstract.slots[path], keys, pending.dtype, known))
+                requests.append(request(abstract, abstract.slots[path], keys, pending.dtype, known, self._placed))
         return InitBatch(requests, self._calling)
 
     def describe(self) -> tuple[dict[int, tuple[str, bool]], int]:
@@ -63,7 +72,8 @@ class PendingValues:
         variables = [self.layers[i][1][path] for i, path in self._places]
         places = [(placement.place_of(v), v.pending.stacking.sizes) for v in variables]
         shardings = [s for place, sizes in places for s in shards.of_each(place, sizes)]
-        made = self._plan.fill(shardings) if self._plan is not None else ()
+        with self._context():
+            made = self._plan.fill(shardings) if self._plan is not None else ()
         for i, path, arrays in self._each(made) if made else ():
             if not any(array is None for array in arrays):
                 variable = self.layers[i][1][path]

@@ -73,7 +73,8 @@ def infer_shapes(
     places = Places(mesh, rules)
     with lifecycle.LOCK, _no_collections():
         session = AbstractCall(model, args, kwargs).run()
-        report = places.in_report(report_of(session.model, session, _plan(session, calling=False)))
+        drawing = _plan(session, places.mesh is not None, calling=False)
+        report = places.in_report(report_of(session.model, session, drawing))
         return report if optimizer is None else with_optimizer(report, session.finished, optimizer)
 
 
@@ -166,7 +167,7 @@ def _materialize(
                 report = None
                 while True:
                     _note_draws(session)
-                    drawing = _plan(session)
+                    drawing = _plan(session, places is not None and places.mesh is not None)
                     found = report_of(session.model, session, drawing)
                     found = found if places is None else places.in_report(found)
                     report = report or found
@@ -259,9 +260,9 @@ def _note_draws(session: AbstractCall) -> None:
             note_draws(visit.layer, state.spec.abstract(visit.values, {}), roots=session.roots)
 
 
-def _plan(session: AbstractCall, calling: bool = True) -> lifecycle.PendingValues:
-    """Plan the values of the layers that a run reached; ``calling``: initializers of users may be called."""
-    return lifecycle.plan([(v.layer, v.values) for v in _waiting(session)], calling)
+def _plan(session: AbstractCall, placed: bool, calling: bool = True) -> lifecycle.PendingValues:
+    """Plan the values of the layers that a run reached, as :func:`lazymods._layer.lifecycle.plan`."""
+    return lifecycle.plan([(v.layer, v.values) for v in _waiting(session)], calling, placed)
 
 
 def _finish(session: AbstractCall, drawing: lifecycle.PendingValues) -> bool:

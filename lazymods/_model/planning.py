@@ -50,20 +50,25 @@ class Places:
         self._is_given = mesh is not None
 
     def of(self, parameters: Iterable[Named]) -> dict[str, NamedSharding]:
-        """Find the place of each parameter by its name; none of one that Flax places otherwise in ``jax.set_mesh``.
+        """Find the place of each parameter by its name.
+
+        In the mesh of ``jax.set_mesh`` metadata mean what they mean to Flax: there they may say that they are not for
+        when a parameter is made, or name a mesh of their own.
 
         Raises:
             LazyError: If some do not fit.
         """
         if self.mesh is None:
             return {}
-        return find_shardings([p for p in parameters if self._is_ours(p.metadata)], self.mesh, self._rules)
-
-    def _is_ours(self, metadata: Mapping[str, Any]) -> bool:
-        """Whether the mesh is for a parameter: one of ``jax.set_mesh`` is not for what Flax leaves or has a mesh."""
-        names = metadata.get("out_sharding")
-        elsewhere = metadata.get("mesh") is not None or getattr(names, "mesh", None) is not None
-        return self._is_given or not names or (bool(metadata.get("eager_sharding", True)) and not elsewhere)
+        if self._is_given:
+            return find_shardings(parameters, self.mesh, self._rules)
+        now = [Named(*p[:3], {}) if p.metadata.get("eager_sharding") is False else p for p in parameters]
+        own = {p.name: mesh for p in now if self._rules is None and (mesh := _own_mesh(p.metadata)) is not None}
+        found = find_shardings([p for p in now if p.name not in own], self.mesh, self._rules)
+        for parameter in now:
+            if parameter.name in own:
+                found |= find_shardings([parameter], own[parameter.name])
+        return found
 
     def device(self) -> Any:
         """Return the device on which this process draws; None: the default one."""
@@ -82,6 +87,11 @@ class Places:
         found = self.of(named.values())
         report = _with(report, lambda p: {"sharding": found.get(p.first_name)} if p.size is not None else {})
         return dataclasses.replace(report, mesh=self.mesh)
+
+
+def _own_mesh(metadata: Mapping[str, Any]) -> Mesh | None:
+    own = metadata.get("mesh") or getattr(metadata.get("out_sharding"), "mesh", None)
+    return own if isinstance(own, Mesh) else None
 
 
 def _each(report: ShapeReport) -> Iterator[ParameterShape]:

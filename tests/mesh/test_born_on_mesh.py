@@ -262,9 +262,14 @@ def test_in_other_contexts(around):
 
 @pytest.mark.parametrize(
     "metadata",
-    [{}, {"out_sharding": ("data", None)}, {"out_sharding": ("data", None), "eager_sharding": False}],
-)
+    [
+        {}, {"out_sharding": ("data", None)}, {"out_sharding": ("data", None), "eager_sharding": False},
+        {"out_sharding": ("m", None), "mesh": "other"},
+    ],
+)  # fmt: skip
 def test_the_mesh_of_set_mesh_does_as_flax_does(metadata):
+    if "mesh" in metadata:
+        metadata = metadata | {"mesh": mesh_of(m=8)}
     with jax.set_mesh(grid()):
         want = linear(kernel_metadata=metadata, rngs=nnx.Rngs(0))
         model = lazy_linear(kernel_metadata=metadata, rngs=nnx.Rngs(0))
@@ -274,6 +279,49 @@ def test_the_mesh_of_set_mesh_does_as_flax_does(metadata):
         twin = arrays(want)[name]
         assert array.sharding.is_equivalent_to(twin.sharding, array.ndim), name
         np.testing.assert_array_equal(array, twin)
+
+
+@pytest.mark.parametrize("make", [lazy_linear, lambda rngs: ByHand(rngs)], ids=["layer", "by hand"])
+def test_the_mesh_of_set_mesh_gets_parts_that_are_drawn_alone(make, monkeypatch):
+    """Also from keys that were made in its context; nothing is computed as a whole by all of its devices."""
+    drawn = []
+    parts_of = fill.shards.parts_of
+    monkeypatch.setattr(fill.shards, "parts_of", lambda i, *where: drawn.append(where[1]) or parts_of(i, *where))
+    rules = [(r"^(kernel|w)$", P("data", "model")), ("^b$", P("model")), ("bias|inner", P())]
+    with jax.set_mesh(grid()):
+        model = make(rngs=nnx.Rngs(0))
+        report = lm.materialize(model, X, rules=rules)
+    with jax.set_mesh(mesh_of(d=8)):
+        other = make(rngs=nnx.Rngs(0))
+        jax.jit(lambda x: lm.materialize(other, x, mesh=grid(), rules=rules) and None)(np.ones((2, 8), np.float32))
+    assert NamedSharding(grid(), P("data", "model")) in drawn
+    assert not any(p.made_whole for row in report.rows for p in row.parameters)
+    alone = make(rngs=nnx.Rngs(0))
+    if isinstance(alone, ByHand):
+        alone.b.set_metadata(out_sharding=None)
+    lm.materialize(alone, X)
+    for found in (model, other):
+        for name, array in arrays(found).items():
+            np.testing.assert_array_equal(array, arrays(alone)[name])
+            assert_placed(array, grid(), by_pairs(rules)(name), name)
+
+
+def test_rules_go_before_metadata_for_later():
+    with jax.set_mesh(grid()):
+        metadata = {"out_sharding": ("data", None), "eager_sharding": False}
+        model: Any = nnx.Sequential(lazy_linear(kernel_metadata=metadata, rngs=nnx.Rngs(0)))
+        lm.materialize(model, X, rules=[("kernel", P(None, "model"))])
+    assert_placed(model.layers[0].kernel.get_value(), grid(), P(None, "model"))
+
+
+def test_an_initializer_that_asks_for_the_mesh():
+    def init(key, shape, dtype=jnp.float32):
+        return jax.lax.with_sharding_constraint(jax.random.normal(key, shape, dtype), P("model"))
+
+    with jax.set_mesh(grid()):
+        model, want = (make(kernel_init=init, rngs=nnx.Rngs(0)) for make in (lazy_linear, linear))
+        lm.materialize(model, X, rules=RULES)
+    assert_same_on_mesh(model, want, grid(), by_pairs(RULES))
 
 
 def test_a_placeholder_is_told_where_it_goes():
