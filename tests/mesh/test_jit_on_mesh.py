@@ -47,12 +47,17 @@ def of_numpy(step):
     return lambda model, optimizer, x, y: step(model, optimizer, np.asarray(x), np.asarray(y))
 
 
-def ahead(model, optimizer, x, y, donate=False):
+def ahead(model, optimizer, x, y, *, donate=False):
     return lm.jit(train, donate_state=donate).lower(model, optimizer, x, y).compile()
 
 
-def specs(*arrays):
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in arrays]
+def spec(array):
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def short_way(function):
+    """What the last call has prepared for the next one."""
+    return function._fast.plan._launch._ready
 
 
 WAYS = {
@@ -62,9 +67,9 @@ WAYS = {
     "deciding first": lambda *_: lm.jit(deciding_first),
     "check": lambda *_: lm.jit(train, check=True),
     "ahead": ahead,
-    "ahead, donated": lambda *args: ahead(*args, donate=True),
-    "ahead, of specs": lambda model, optimizer, *xy: ahead(model, optimizer, *specs(*xy)),
-    "inside another": lambda *_: lm.jit(lambda *args: lm.jit(train)(*args)),
+    "ahead, donated": lambda model, optimizer, x, y: ahead(model, optimizer, x, y, donate=True),
+    "ahead, of specs": lambda model, optimizer, x, y: ahead(model, optimizer, spec(x), spec(y)),
+    "inside another": lambda *_: lm.jit(lambda model, optimizer, x, y: lm.jit(train)(model, optimizer, x, y)),
     "numpy batch": lambda *_: of_numpy(lm.jit(train)),
 }
 
@@ -249,7 +254,7 @@ def test_calls_take_the_short_way_and_compile_once():
     for number in range(3, 5):
         step(model, optimizer, *on(mesh, number))
     assert lm.metrics()["compiles"] == before
-    assert step._fast.plan._launch._ready.written  # it knows the new state without looking at it
+    assert short_way(step).written  # it knows the new state without looking at it
     assert_all_close(model, one_device(5)[1])
 
 
@@ -272,18 +277,20 @@ def test_small_arrays_that_nobody_has_placed_are_copied_once():
     def same(number):
         x = batch(number)[0]
         np.testing.assert_allclose(call(model, put(mesh, P("data"), x)), want(x), rtol=1e-5, atol=1e-5)
-        return call._fast.plan._launch._ready
 
-    for number in range(6):
-        ready = same(number)
+    def settled():
+        for number in range(6):
+            same(number)
+        return short_way(call)
+
+    ready = settled()
     assert len(ready.copies) == 2  # the key and the table
     assert type(model.table.get_value().sharding) is SingleDeviceSharding
     copied = weakref.ref(ready.copies[1][2])
     for new in (jnp.arange(16.0) * 3, put(mesh, P(), jnp.arange(16.0) * 4), jnp.arange(16.0) * 5):
         for each in (model, want):
             each.table.set_value(new * 1)
-        for number in range(6):
-            ready = same(number)
+        ready = settled()
         assert copied() is None
     assert len(ready.copies) == 2
     model.table.get_value().delete()

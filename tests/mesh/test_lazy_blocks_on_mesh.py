@@ -1,6 +1,7 @@
 """Lazy blocks with arrays on meshes: the values and places that operations have when they are run one by one."""
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ def test_training_in_blocks(check):
         place = NamedSharding(mesh, P("data")) if is_lazy else None
         if is_lazy:
             model.kernel.set_value(put(mesh, P(None, "model"), model.kernel[...]))
+            assert model.bias is not None
             model.bias.set_value(put(mesh, P("model"), model.bias[...]))
         optimizer, losses = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param), []
         for number in range(3):
@@ -93,6 +95,7 @@ def test_two_meshes_in_one_block():
     for array, want, place in zip(found, wanted, (x, y, z), strict=True):
         np.testing.assert_array_equal(array, want)
         assert array.sharding.device_set == place.sharding.device_set
+    twice, wrong = None, None
     with pytest.raises(ValueError, match="incompatible devices"), lm.lazytensor.lazy():
         twice, wrong = x * 2, x + y
     np.testing.assert_array_equal(twice, 2 * np.arange(8))
@@ -102,7 +105,7 @@ def test_two_meshes_in_one_block():
 
 def test_a_lazy_layer_in_a_block_under_set_mesh():
     mesh = mesh_of(data=4, model=2)
-    metadata = {"kernel_metadata": {"out_sharding": (None, "model")}}
+    metadata: Any = {"kernel_metadata": {"out_sharding": (None, "model")}}
     with jax.set_mesh(mesh):
         want = nnx.Linear(4, 16, rngs=nnx.Rngs(0), **metadata)
         model = lm.LazyLinear(16, rngs=nnx.Rngs(0), **metadata)

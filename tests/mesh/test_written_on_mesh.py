@@ -93,7 +93,7 @@ def test_with_explicit_axes_the_type_says_where_a_value_goes():
 
     @lm.jit
     def step(kept, moved, unread):
-        unread[...] * kept[...]  # what nobody wants
+        _ = unread[...] * kept[...]  # what nobody wants
         kept.set_value(kept[...] + 1)
         moved.set_value(jax.sharding.reshard(moved[...] + 1, P("data", "model")))
 
