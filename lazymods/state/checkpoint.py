@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
-import warnings
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -33,6 +31,7 @@ from lazymods.state.placing import Placing, is_placed, placing_for
 from lazymods.state.prepared import Prepared, prepare, why_missing
 from lazymods.state.progress import progress_bar
 from lazymods.state.sources import read_source
+from lazymods.state.warned import warn
 from lazymods.state.way_back import WayBack, forget_values, same_entries
 
 LAYOUTS = ("flax", "torch")
@@ -387,14 +386,6 @@ def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], fi
 def _is_spread(value: np.ndarray[Any, Any]) -> bool:
     """Say whether an array is one value in all places, as what was not read is."""
     return value.size > 1 and not any(value.strides)
-
-
-def warn(text: str) -> None:
-    """Warn at the line that called :func:`load`."""
-    frame, level = inspect.currentframe(), 1
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "lazymods":
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, stacklevel=level)
 
 
 _SCALE = r"(?i)scale|zero_?point|absmax|quant_state"

@@ -37,72 +37,10 @@ from lazymods.state import missing as missing_entries
 from lazymods.state.entries import Place, Survey, home_trace, is_buffer, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread
 from lazymods.state.load_plan import LoadPlan, Write, is_spread_place, make_plan
+from lazymods.state.load_result import LoadResult as LoadResult
 from lazymods.state.placing import Placing, Target, is_placed
 from lazymods.state.plain import decoded
 from lazymods.state.values import cast, is_weak, own, same_values, weakly_typed
-
-
-class _Lists(NamedTuple):
-    missing: list[str]
-    unexpected: list[str]
-    mismatched: list[str]
-
-
-class LoadResult(_Lists):
-    """What a load did not use or find, as lists of dotted names: a tuple of three.
-
-    Attributes:
-        missing: Parameters of the model without an entry.
-        unexpected: Entries without a parameter.
-        mismatched: Entries whose shape does not fit, left out by ``mismatched="skip"``.
-        matched: What was loaded: for each name of the model the names, in the state dict or file, that it came from.
-        ignored: Entries that the model has no parameter for and that were left out: known buffers, and what ``ignore``
-            names.
-        root: The part of the file that was loaded, of one that holds several; else ``""``.
-        notes: What else is to be said, in sentences.
-        way_back: What :func:`lazymods.export_torch` needs to undo the load.
-    """
-
-    def __new__(
-        cls,
-        missing: list[str],
-        unexpected: list[str],
-        mismatched: list[str],
-        matched: Mapping[str, tuple[str, ...]] | None = None,
-    ) -> LoadResult:
-        """Make a result; only the three lists are in the tuple."""
-        self = super().__new__(cls, missing, unexpected, mismatched)
-        self.matched = dict(matched or {})
-        self.ignored = []
-        self.root = ""
-        self.notes = []
-        self.way_back = None
-        return self
-
-    matched: dict[str, tuple[str, ...]]
-    ignored: list[str]
-    root: str
-    notes: list[str]
-    way_back: Any
-
-    @property
-    def missing_keys(self) -> list[str]:
-        """``missing``, by PyTorch's name."""
-        return self.missing
-
-    @property
-    def unexpected_keys(self) -> list[str]:
-        """``unexpected``, by PyTorch's name."""
-        return self.unexpected
-
-    def __repr__(self) -> str:
-        """Say that all matched, or list what did not, and what else there is to say."""
-        notes = "".join(f"; {note}" for note in self.notes)
-        if not any(self):
-            return f"<All keys matched successfully{notes}>"
-        lists = f"missing={self.missing}, unexpected={self.unexpected}, mismatched={self.mismatched}"
-        return f"LoadResult({lists}{notes})"
-
 
 
 class Origin(NamedTuple):
@@ -196,9 +134,7 @@ def load_entries(
                 given = {n: _read(v, survey.places.get(n), origin) for n, v in given.items()}
                 entries = decoded(given, survey.places)
                 plan = make_plan(survey, entries, fitted=fitted, **options)
-            matched = {name: found.get(name, (name,)) for name in plan.writes}
-            unexpected = [name for name in plan.unexpected if name not in origin.ignored]
-            result = LoadResult(plan.missing, unexpected, plan.mismatched, matched)
+            result = _result(plan, origin, found)
             after = [n for _, n in survey.hooked if hooks_of(n, "load_state_dict_post")]
             _raise_problems(plan, result, origin, strict=strict and not after)
             snapshot = snapshot or Snapshot(model)
@@ -211,17 +147,28 @@ def load_entries(
                 if origin.placing is not None and plan.leaves_some:
                     with stacks.together():
                         origin.placing.move_rest(Survey(model))
-            for node in reversed(after):  # children before parents
-                run_hooks(node, "load_state_dict_post", result)
-            _raise_problems(plan, result, origin, strict=strict)
-            if origin.warn is not None:
-                origin.warn(result)
+            _finish(plan, result, origin, after, strict=strict)
         except BaseException:
             LOCAL.apart.restore()
             if snapshot is not None:
                 snapshot.restore()
             raise
     return result
+
+
+def _finish(plan: LoadPlan, result: LoadResult, origin: Origin, after: Sequence[Any], *, strict: bool) -> None:
+    """Run the hooks of a load that has written, and say what there is to say of it."""
+    for node in reversed(after):  # children before parents
+        run_hooks(node, "load_state_dict_post", result)
+    _raise_problems(plan, result, origin, strict=strict)
+    if origin.warn is not None:
+        origin.warn(result)
+
+
+def _result(plan: LoadPlan, origin: Origin, found: Mapping[str, tuple[str, ...]]) -> LoadResult:
+    matched = {name: found.get(name, (name,)) for name in plan.writes}
+    unexpected = [name for name in plan.unexpected if name not in origin.ignored]
+    return LoadResult(plan.missing, unexpected, plan.mismatched, matched)
 
 
 def _found_by_hooks(
