@@ -36,6 +36,7 @@ from lazymods._initial.keys import is_key
 from lazymods._initial.pending import InitSource, PendingInit
 from lazymods._layer import first_call, lifecycle, structure
 from lazymods._model import hooks
+from lazymods._model.call_arguments import CallArguments
 from lazymods._model.called import Called
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import TracedState
@@ -80,30 +81,6 @@ class Call:
     module: Any = None
     stacked: bool = False
     sized: bool = False
-
-
-class CallArguments:
-    """The arguments of a call, taken apart: arrays to trace, modules and Variables to copy, and what stays as it is.
-
-    Args:
-        args: Shapes and dtypes in place of arrays.
-        kwargs: Keyword arguments, likewise.
-
-    Attributes:
-        arrays: Shape and dtype of each array by its place.
-        modules: The modules and Variables, in order.
-    """
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
-        self._places = [i for i, v in enumerate(self._leaves) if _is_module(v)]
-        self.arrays = {i: v for i, v in enumerate(self._leaves) if isinstance(v, jax.ShapeDtypeStruct)}
-        self.modules = [self._leaves[i] for i in self._places]
-
-    def put_together(self, arrays: dict[int, Any], modules: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with these in place of ``arrays`` and ``modules``."""
-        filled = dict(enumerate(self._leaves)) | arrays | dict(zip(self._places, modules, strict=True))
-        return jax.tree.unflatten(self._treedef, [filled[i] for i in range(len(self._leaves))])
 
 
 class AbstractCall:
@@ -449,10 +426,6 @@ def _show(values: dict[str, Any]) -> str:
 
 def _own_name(node: Any) -> str:
     return hooks.unhooked_class(type(node)).__name__
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
 def _fill_abstract(variables: list[nnx.Variable[Any]]) -> None:

@@ -12,7 +12,8 @@ from flax import nnx
 
 from lazymods._graph import Path, dotted
 from lazymods._layer import first_call, lifecycle
-from lazymods._model.abstract_call import AbstractCall, CallArguments
+from lazymods._model.abstract_call import AbstractCall
+from lazymods._model.call_arguments import CallArguments
 from lazymods._model.called import model_of
 from lazymods._model.planning import AnyMesh, Places
 from lazymods._model.report import ShapeReport
