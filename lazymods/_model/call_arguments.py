@@ -1,4 +1,4 @@
-"""The arguments of a model's call, taken apart and put together again."""
+"""What a call of a model takes: arrays to trace, modules and Variables to copy, and what stays as it is."""
 
 from __future__ import annotations
 
