@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -258,8 +258,8 @@ def _values_are_gone() -> Array:
 # ---------------------------------------------------------------- rename
 
 
-Step = "tuple[str, str | None] | ArrayRule"
-Rename = Mapping[str, "str | None"] | Sequence[Step] | ArrayRule | Callable[[str], "str | None"]
+Step: TypeAlias = "tuple[str, str | None] | ArrayRule"
+Rename: TypeAlias = Mapping[str, "str | None"] | Sequence[Step] | ArrayRule | Callable[[str], "str | None"]
 """What ``rename=`` takes; see :func:`transformed`."""
 
 

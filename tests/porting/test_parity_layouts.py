@@ -16,6 +16,12 @@ nn = torch.nn
 R = nnx.Rngs
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_each_time() -> None:
+    """A function is told by its values, and few of them may be those of two."""
+    torch.manual_seed(0)
+
+
 def port(net: Any, model: Any, folder: Path, x: Any, **options: Any) -> lm.ParityReport:
     """Load what one has into the other, and compare."""
     path = folder / "net.pt"

@@ -16,6 +16,12 @@ nn = torch.nn
 R = nnx.Rngs
 
 
+@pytest.fixture(autouse=True)
+def same_numbers_each_time() -> None:
+    """A function is told by its values, and few of them may be those of two."""
+    torch.manual_seed(0)
+
+
 def saved(net: Any, folder: Path, prefix: str = "") -> Path:
     """Write what a module holds."""
     path = folder / "net.pt"
@@ -101,18 +107,18 @@ class Twice(nnx.Module):
 def test_a_shared_layer_has_a_row_for_each_call(tmp_path: Path):
     net, model = TorchTwice(), Twice()
     result = lm.load(model, saved(net, tmp_path), layout="torch")
-    report = lm.parity(model, net, torch.randn(2, 4), result)
+    report = lm.parity(model, net, torch.randn(16, 4), result)
     assert report.agrees
     assert [(row.path, row.call) for row in report.rows] == [("fc", 0), ("fc", 1), ("", 0)]
     wrong = Twice(functions=(jax.nn.relu, jnp.tanh))
     lm.load(wrong, tmp_path / "net.pt", layout="torch")
-    report = lm.parity(wrong, net, torch.randn(2, 4))
+    report = lm.parity(wrong, net, torch.randn(16, 4))
     assert report.first is not None
     assert report.first.where == "fc (Linear, call 2)"
     assert report.reason == "of the output of fc (Linear) the model takes relu, PyTorch tanh"
     once = Twice(times=1)
     lm.load(once, tmp_path / "net.pt", layout="torch")
-    assert "fc is called once, fc in PyTorch 2 times" in "".join(lm.parity(once, net, torch.randn(2, 4)).notes)
+    assert "fc is called once, fc in PyTorch 2 times" in "".join(lm.parity(once, net, torch.randn(16, 4)).notes)
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
