@@ -30,5 +30,5 @@ def errors(error: lm.ShapeInferenceError) -> None:
 
 def wrong(model: nnx.Module) -> None:
     lm.load_state_dict(model)  # type: ignore[call-arg]
-    lm.load(model, 3)  # type: ignore[arg-type]
+    lm.load(model)  # type: ignore[call-arg]
     lm.is_lasy(model)  # type: ignore[attr-defined]

@@ -289,7 +289,7 @@ def test_a_tied_file_fills_the_output_layer_that_a_model_has_of_its_own() -> Non
     check_logits(model)
     written, file = lm.export_torch(model, like=result), load_file(DATA / "llama_tied" / "model.safetensors")
     assert written.keys() == file.keys() and all(np.array_equal(written[name], file[name]) for name in file)
-    model.lm_head.kernel[...] += 1
+    model.lm_head.kernel[...] += 1  # pyright: ignore[reportOptionalMemberAccess]
     with pytest.raises(lm.StateDictError, match="two parameters that differ now"):
         lm.export_torch(model, like=result)
 

@@ -64,7 +64,7 @@ def test_layers_that_are_still_lazy_get_it_too() -> None:
     lm.load(model, {f"net.{name}": value for name, value in FILE.items()}, missing="drop|more", mode="eval")
     assert lm.is_lazy(model["more"])
     model["more"](jnp.ones((2, 3)))
-    assert model["more"].use_running_average is True
+    assert model["more"].use_running_average is True  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_training_state_and_a_method_of_ones_own(tmp_path: Path) -> None:

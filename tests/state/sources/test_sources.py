@@ -119,7 +119,7 @@ class Holder(dict[str, Any]):
         ({"a.b": BIAS, "a": {"b": BIAS}}, "two entries of the name 'a.b'"),
         ({"1": BIAS, 1: BIAS}, "two entries of the name '1'"),
     ],
-    ids=str,
+    ids=["number", "array", "pairs", "model", "float name", "nested twice", "number twice"],
 )
 def test_what_is_no_source(source: Any, text: str) -> None:
     with pytest.raises(TypeError, match=text):
