@@ -1,8 +1,9 @@
 """The dtypes that layers of Flax note, after their parameters got another one.
 
-A layer notes the dtype of its parameters in ``param_dtype``, by which it makes more of that kind, such as the carry of
-a recurrent cell; ``nnx.Embed`` also computes in it unless it was given a ``dtype``. With the old ones a model in
-bfloat16 would compute in float32. With the new ones it is the model that was made with ``param_dtype=jnp.bfloat16``.
+A layer notes the dtype of its parameters in ``param_dtype``; ``nnx.Embed`` also computes in it unless it was given a
+``dtype``. With the old ones a model in bfloat16 would compute in float32. With the new ones it is the model that was
+made with ``param_dtype=jnp.bfloat16``. Recurrent cells keep theirs: their carry would have another dtype than what they
+make of float32 inputs, and a scan refuses that.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def follow(nodes: Iterable[Any]) -> list[tuple[Any, str, Any]]:
     before = []
     for node in nodes:
         noted = vars(node).get("param_dtype")
-        if noted is None or not any(cls.__module__.startswith(_LAYERS) for cls in type(node).__mro__):
+        is_layer = any(cls.__module__.startswith(_LAYERS) for cls in type(node).__mro__)
+        if noted is None or not is_layer or isinstance(node, nnx.RNNCellBase):
             continue
         dtype = _common_dtype(node)
         if dtype is None or dtype == np.dtype(noted):

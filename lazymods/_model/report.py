@@ -241,7 +241,7 @@ class ShapeReport:
             columns["FLOPs"] = _show_flops
         if verbose:
             columns["inferred"] = lambda row: ", ".join(f"{k}={v}" for k, v in row.inferred.items())
-            columns["init"] = lambda row: "\n".join(map(_show_init, row.parameters))
+            columns["init"] = lambda row: "\n".join(p.init for p in row.parameters)
         return list(columns), [[show(row) for show in columns.values()] for row in self.rows]
 
     def footer(self) -> str:
@@ -250,11 +250,11 @@ class ShapeReport:
         parts = [f"total: {self.total_parameters:,} parameters, {_bytes(self.total_bytes)}{at_least}"]
         if self.mesh is not None or self.optimizer_bytes_apart is not None:
             parts.append(self._on_a_device())
+        if any(p.trained is False for row in self.rows for p in row.parameters):
+            parts.append(f"{self.trained_parameters:,} trained, {self.frozen_parameters:,} frozen")
         buffers = sum(p.size or 0 for p in self._each_once() if p.trained is None)
         if buffers:
             parts.append(f"{buffers:,} of them in buffers")
-        if any(p.trained is False for row in self.rows for p in row.parameters):
-            parts.append(f"{self.trained_parameters:,} trained, {self.frozen_parameters:,} frozen")
         if self.flops is not None:
             parts.append(f"{self.flops:,.0f} FLOPs")
         if self.kernels:
@@ -344,13 +344,8 @@ def _sum_of(numbers: Iterable[int | None]) -> int | None:
 def _show_place(parameter: ParameterShape) -> str:
     if parameter.metadata is None:
         return ""
-    return "?" if parameter.sharding is None else show_spec(parameter.sharding.spec)
-
-
-def _show_init(parameter: ParameterShape) -> str:
-    """Say how a parameter is made, and where it has a place, if that is as a whole."""
-    whole = ["made whole"] if parameter.made_whole and parameter.sharding is not None else []
-    return ", ".join([parameter.init][: bool(parameter.init)] + whole)
+    whole = ", made whole" if parameter.made_whole else ""
+    return "?" if parameter.sharding is None else show_spec(parameter.sharding.spec) + whole
 
 
 def show_spec(spec: PartitionSpec) -> str:

@@ -164,7 +164,8 @@ def test_a_mistake_is_named(torch_net: Any, file: Path, mistake: Mistake, with_r
 
 def test_strides_are_told(torch_net: Any, file: Path):
     model = Net(wrong="strides")
-    lm.load(model, file, layout="torch")
+    with pytest.warns(UserWarning, match="flattened channels last"):
+        lm.load(model, file, layout="torch")
     model.fc1.kernel = nnx.Param(jnp.ones((512, 16)))  # so that the model runs
     report = lm.parity(model, torch_net, image())
     assert report.first is not None

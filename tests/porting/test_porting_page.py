@@ -3,6 +3,7 @@
 import contextlib
 import io
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def test_its_python_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.Mon
             contextlib.redirect_stdout(out),
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),
+            warnings.catch_warnings(),
         ):
+            warnings.filterwarnings("ignore", message=".*flattened channels last")  # the page says so
             exec(compile(code, "porting.md", "exec"), names)
         assert without_rounding(out.getvalue()) == without_rounding(shown)
 
