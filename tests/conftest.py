@@ -34,8 +34,8 @@ jax.config.update("jax_compilation_cache_dir", _PROGRAMS)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-SAMPLE = 2  # cases of a table
-IN_CI = 12
+SAMPLE = 1  # cases of a table
+IN_CI = 8
 QUICK = 3  # tests of a file
 
 

@@ -92,8 +92,8 @@ def load(
         strict: Whether missing and unexpected entries are errors.
         mismatched: ``"error"``, or ``"skip"`` to leave out entries whose shape does not fit, and list them.
         dtype: The dtype that the floating-point parameters (``nnx.Param``) get that are loaded, and that their layers
-            compute in where they follow ``param_dtype`` (recurrent cells keep theirs); ``"file"``: each gets that of its entry. None: each keeps its
-            own, as statistics, an optimizer's moments and raw arrays do.
+            compute in where they follow ``param_dtype`` (recurrent cells keep theirs); ``"file"``: each gets that of
+            its entry. None: each keeps its own, as statistics, an optimizer's moments and raw arrays do.
         mesh: The devices that the arrays go to, as ``rules`` say; each process reads what its own hold. None: the mesh
             of ``jax.set_mesh``, else each array stays where the model has it.
         rules: ``(regular expression, PartitionSpec)`` pairs, of which the first wins that is found in a parameter's
