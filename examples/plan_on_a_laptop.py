@@ -51,9 +51,8 @@ def main(blocks: int = 80) -> tuple[list[int], str]:
         "split in 64": [(r"\.(q|k|v|gate|up)\.|head", P("data", "model")), (r"\.(o|down)\.|embed", P("model", "data"))],
     }
     plans = [lm.infer_shapes(model, tokens, mesh=mesh, rules=r, optimizer=optax.adam(1e-4)) for r in tries.values()]
-    print("\n".join([*str(plans[-1]).splitlines()[:24], "..."]))
-    for name, plan in zip(tries, plans, strict=True):
-        print(f"{name}: {plan.footer().split('; ')[1]}")
+    told = [f"{name}: {plan.footer().split('; ')[1]}" for name, plan in zip(tries, plans, strict=True)]
+    print("\n".join([*str(plans[-1]).splitlines()[:24], "...", *told]))
     return [plan.total_bytes_per_device for plan in plans], str(plans[-1])
 
 

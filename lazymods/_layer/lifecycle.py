@@ -38,7 +38,7 @@ from lazymods._layer.held import check_held, shape_of, stackings
 from lazymods._layer.merging import has_other_metadata, merge, put, renew_metadata
 from lazymods._layer.pending_values import PendingValues
 from lazymods._layer.placeholder import UninitializedArray, UninitializedVariable
-from lazymods._layer.structure import conform, has_other_slots, renew_random_state
+from lazymods._layer.structure import BuiltWith, conform, has_other_slots, renew_random_state
 
 TRANSIENT = (nnx.Cache, nnx.Intermediate)  # no state dict holds them: a loaded layer starts with new ones
 LOCK = threading.RLock()  # one initialization at a time, in whatever thread
@@ -404,7 +404,9 @@ def settle_if_filled(
     return True
 
 
-def note_draws_of_slots(layer: Any, stacked: Stackings, model: Any, *, strict: bool) -> None:
+def note_draws_of_slots(
+    layer: Any, stacked: Stackings, model: Any, *, strict: bool, keys: BuiltWith | None = None
+) -> None:
     """Do what :func:`note_draws` does, if the sizes follow from the slots that are filled, before others use keys.
 
     Args:
@@ -412,6 +414,7 @@ def note_draws_of_slots(layer: Any, stacked: Stackings, model: Any, *, strict: b
         stacked: As for :func:`settle_if_filled`.
         model: The model that it is in.
         strict: As for :func:`note_draws`.
+        keys: As for :func:`renew_random_state`.
 
     Raises:
         ConfigurationError: As :func:`note_draws`.
@@ -423,7 +426,7 @@ def note_draws_of_slots(layer: Any, stacked: Stackings, model: Any, *, strict: b
         values = values_from_slots(layer, stacked)
         if values is not None:
             note_draws(layer, state.spec.abstract(values, {}), roots=model, strict=strict)
-            renew_random_state(layer, state.spec.abstract(values, {}))
+            renew_random_state(layer, state.spec.abstract(values, {}), keys)
 
 
 def values_from_slots(layer: Any, stacked: Stackings | None = None) -> dict[str, Any] | None:

@@ -90,7 +90,7 @@ def infer_values(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs:
         if isinstance(error, NotInferableError):
             needed, write = error.needed, error.write
         elif not args and not kwargs:
-            needed = "the arguments of a call, or specs of them: their shapes tell the sizes"
+            needed = f"the arguments of a call, or specs of them: their shapes tell the sizes; infer says: {error}"
             write = "lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # x: what the model is called with"
         where = _graph.place(layer, type(layer).__name__)
         cause = None if isinstance(error, NotInferableError) else error

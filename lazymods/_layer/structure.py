@@ -58,12 +58,31 @@ def set_shapes(layer: Any, abstract: AbstractModule) -> None:
             variable.set_raw_value(variable.pending.of_shape(slot.shape))
 
 
-def renew_random_state(layer: Any, abstract: AbstractModule) -> None:
+BuiltWith = tuple[Any, Stacking | None]  # the keys that a layer was built with, and how the values of its stack lie
+
+
+def built_with(layer: Any) -> BuiltWith | None:
+    """Return what :func:`renew_random_state` needs of a layer that will have no placeholder left; None: nothing."""
+    state = vars(layer).get(STATE)
+    if state is None or state.turns is None or state.keys is not None:
+        return None
+    try:
+        return _traced_keys(layer)
+    except ShapeInferenceError:
+        return None  # told when it is asked for
+
+
+def renew_random_state(layer: Any, abstract: AbstractModule, keys: BuiltWith | None = None) -> None:
     """Give random streams inside a layer, of a Dropout, say, what keys and counters they get at the sizes now known.
 
     They were forked or copied when the layer was built, from keys and counters that depend on how often was drawn
     before: by the constructor itself, and by those of other layers. Random state that is another by now, as by a load,
     stays.
+
+    Args:
+        layer: The layer.
+        abstract: What its constructor makes at the sizes now known.
+        keys: What :func:`built_with` gave while it had placeholders; None: it has some now.
     """
     state = vars(layer)[STATE]
     known = None if state.turns is None or state.spec.modules else state.spec.formulas.abstract
@@ -76,8 +95,8 @@ def renew_random_state(layer: Any, abstract: AbstractModule) -> None:
         variable = _graph.at(layer, path)
         if type(variable) is not slot.cls:
             continue
-        before = before or _builder(layer, known, None)
-        after = after or _builder(layer, abstract)
+        before = before or _builder(layer, known, None, built=keys)
+        after = after or _builder(layer, abstract, built=keys)
         old, new = (b.make(d.slots[path], path).get_raw_value() for b, d in ((before, known), (after, abstract)))
         if _same_state(variable.get_raw_value(), old):
             _compat.SET_RAW(variable, new)
@@ -93,12 +112,14 @@ def _same_state(now: Any, before: Any) -> bool:
 _OWN: Any = object()
 
 
-def _builder(layer: Any, abstract: AbstractModule, turns: Any = _OWN) -> ModuleBuilder:
+def _builder(
+    layer: Any, abstract: AbstractModule, turns: Any = _OWN, built: BuiltWith | None = None
+) -> ModuleBuilder:
     """Return what makes the parts of a layer; without turns, from the keys that it was built with."""
     state = vars(layer)[STATE]
     keys, stacking = state.keys, None
     if keys is None:
-        keys, stacking = _traced_keys(layer)
+        keys, stacking = built or _traced_keys(layer)
     shapes = {p: s.shape for p, s in abstract.slots.items()}
     layer_builder = LayerBuilder(state.spec, ShapeFormulas(abstract, {}, {}, shapes, frozenset()), shapes)
     return ModuleBuilder(layer_builder, keys, {}, stacking, state.turns if turns is _OWN else turns)

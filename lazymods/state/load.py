@@ -296,6 +296,7 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
         for p, n in plan.lazy
         if id(n) not in sized and _graph.has_uninitialized_params(n)
     ]
+    keys = {id(n): structure.built_with(n) for _, n, _ in waiting}  # the placeholders have them until they are filled
     written = {id(write.place.owner) for write in plan.writes.values()}
     partly = {id(n) for _, n, _ in waiting if any(id(e.value) in written for e in _graph.entries(n))}
     carried = {id(n) for _, n in plan.lazy if id(n) in sized | partly and first_call.load_is_carried(n)}
@@ -308,7 +309,8 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
     for layer, abstract in plan.sized:
         lifecycle.settle(layer, abstract, keep_class=id(layer) in carried, strict=False)
     for _, layer, stacked in waiting:
-        lifecycle.note_draws_of_slots(layer, stacked, plan.model, strict=plan.keeps_random_values)
+        strict = plan.keeps_random_values
+        lifecycle.note_draws_of_slots(layer, stacked, plan.model, strict=strict, keys=keys[id(layer)])
     for path, layer, stacked in waiting:
         try:
             if STATE in vars(layer):

@@ -98,7 +98,7 @@ def save(
     weak = {name: v.dtype.name for name, v in values.items() if is_weak(v)}
     notes = {key: texts for key, texts in ((ALIASES, aliases), (WEAK, weak)) if texts}
     if target.suffix:
-        writers[target.suffix](target, {n: _compat.values.known(v, "save") for n, v in values.items()}, notes)
+        writers[target.suffix](target, {name: _known(value) for name, value in values.items()}, notes)
         return None
     with _told(target):
         pending = begin_orbax(target, values, notes)
@@ -130,13 +130,16 @@ def _refuse_lazy(model: Any) -> None:
         raise UninitializedError(*problems, heading=f"{type(model).__name__} is not ready to be saved")
 
 
+def _known(value: Any) -> Any:
+    """Return a value of a lazy block as an array."""
+    return _compat.values.known(value, "save") if isinstance(value, Tracer) else value
+
+
 def _refuse_without_values(model: Any, path: Path, *, include_rng: bool) -> None:
     """Refuse arrays that JAX has deleted, and those that stand for values inside a transform."""
     problems = []
     for place in named_places(model).values():
-        value = place.value
-        if isinstance(value, Tracer):
-            value = _compat.values.known(value, "save")
+        value = _known(place.value)
         if place.is_rng and not include_rng:
             continue
         if is_deleted(value):
