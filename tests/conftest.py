@@ -35,7 +35,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 SAMPLE = 1  # cases of a table
-IN_CI = 8
+IN_CI = 4
 QUICK = 3  # tests of a file
 
 
