@@ -31,7 +31,8 @@ def cause_of(places: Mapping[str, Place], name: str, loaded: Shapes) -> tuple[st
         What is the case, and the line; None if nothing is known.
     """
     place = places.get(name)
-    if place is not None and isinstance(place.holder, nnx.BatchNorm) and place.key in ("mean", "var"):
+    is_statistic = place is not None and isinstance(place.holder, nnx.BatchNorm) and place.key in ("mean", "var")
+    if is_statistic and not any(f"{name.rpartition('.')[0]}.{key}".lstrip(".") in loaded for key in ("mean", "var")):
         got = "no running statistics in the file: BatchNorm of PyTorch without track_running_stats has none"
         return got, "use_running_average=False, as such a layer always normalizes by its batch, and strict=False"
     embedding = tied_to(places, name, loaded)
