@@ -21,7 +21,7 @@ FROM_TOKENS = 1024
 
 _MOST_FEATURES = 128  # of a head: what cuDNN takes on every GPU that it serves, with its gradient
 
-dot_product_attention = Operator("dot_product_attention")
+dot_product_attention: Operator = Operator("dot_product_attention")
 """Attention of ``query`` ``(batch, queries, heads, features)`` to ``key`` and ``value`` ``(batch, keys, heads, ...)``.
 
 The further arguments are ``bias=None``, ``mask=None``, ``is_causal=False`` and ``scale=None``, with the meaning that

@@ -14,19 +14,19 @@ import jax.numpy as jnp
 from lazymods.dispatch.operator import Operator
 from lazymods.dispatch.refusals import refused
 
-layer_norm = Operator("layer_norm")
+layer_norm: Operator = Operator("layer_norm")
 """``x`` ``(..., features)`` less its mean over the last axis, by its deviation, times ``scale``, plus ``bias``.
 
 The further arguments are ``scale=None``, ``bias=None``, each ``(features,)``, and ``epsilon=1e-6``.
 """
 
-rms_norm = Operator("rms_norm")
+rms_norm: Operator = Operator("rms_norm")
 """``x`` ``(..., features)`` by the root of its mean square over the last axis, times ``scale``.
 
 The further arguments are ``scale=None``, ``(features,)``, and ``epsilon=1e-6``.
 """
 
-linear_activation = Operator("linear_activation")
+linear_activation: Operator = Operator("linear_activation")
 """``activation(x @ kernel + bias)`` for ``x`` ``(..., in_features)`` and ``kernel`` ``(in_features, out_features)``.
 
 The further arguments are ``bias=None``, ``(out_features,)``, and ``activation="relu"``: a function, or the name of one

@@ -60,7 +60,7 @@ class Operator:
     def __init__(self, name: str) -> None:
         if not isinstance(name, str) or not name:
             raise refused(str(name), repr(name), "a name, by which errors call it", "Operator('my_operator')")
-        self.name = name
+        self.name: str = name
         self.__name__ = re.sub(r"\W", "_", name)
         self._kernels: dict[str, Any] = {}  # never changed: replaced
         self._traced = False  # whether a program may have been compiled with these

@@ -31,9 +31,9 @@ class Entry:
     __slots__ = ("name", "sources", "tensor")
 
     def __init__(self, name: str, tensor: Any, sources: tuple[str, ...]) -> None:
-        self.name = name
-        self.tensor = tensor
-        self.sources = sources
+        self.name: str = name
+        self.tensor: Any = tensor
+        self.sources: tuple[str, ...] = sources
 
 
 class Group(NamedTuple):

@@ -285,7 +285,8 @@ class Held:
     """
 
     def __init__(self, path: Path, folder: Path) -> None:
-        self.path, self.folder = path, folder
+        self.path: Path = path
+        self.folder: Path = folder
         self._descriptor: int | None = os.open(folder, os.O_RDONLY) if os.name == "posix" else None
 
     def check(self) -> None:

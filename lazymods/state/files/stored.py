@@ -104,7 +104,7 @@ class Unread:
     __slots__ = ("__weakref__", "stored")
 
     def __init__(self, stored: StoredTensor) -> None:
-        self.stored = stored
+        self.stored: StoredTensor = stored
 
     @property
     def shape(self) -> Shape:

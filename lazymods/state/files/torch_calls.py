@@ -86,7 +86,8 @@ class Malformed(Exception):  # noqa: N818 - a fact for the reader, who makes the
 
     def __init__(self, got: str, needed: str) -> None:
         super().__init__(got, needed)
-        self.got, self.needed = got, needed
+        self.got: str = got
+        self.needed: str = needed
 
 
 class Global(NamedTuple):

@@ -27,7 +27,7 @@ class Opaque:
     __slots__ = ("items", "state", "what")
 
     def __init__(self, what: str) -> None:
-        self.what = what
+        self.what: str = what
         self.state: Any = None
         self.items: dict[str, Any] = {}
 
