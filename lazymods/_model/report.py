@@ -244,8 +244,12 @@ class ShapeReport:
             columns["init"] = lambda row: "\n".join(p.init for p in row.parameters)
         return list(columns), [[show(row) for show in columns.values()] for row in self.rows]
 
-    def footer(self) -> str:
-        """Return the totals as a line."""
+    def footer(self, *, verbose: bool = False) -> str:
+        """Return the totals as a line.
+
+        Args:
+            verbose: Whether to say also from how many compiled kernels the parameters are drawn.
+        """
         at_least = "" if self.is_complete else ", and what is not known yet (?)"
         parts = [f"total: {self.total_parameters:,} parameters, {_bytes(self.total_bytes)}{at_least}"]
         if self.mesh is not None or self.optimizer_bytes_apart is not None:
@@ -257,7 +261,7 @@ class ShapeReport:
             parts.append(f"{buffers:,} of them in buffers")
         if self.flops is not None:
             parts.append(f"{self.flops:,.0f} FLOPs")
-        if self.kernels:
+        if verbose and self.kernels:
             parts.append(f"{self.kernels} compiled kernel{'s' * (self.kernels > 1)} for all shapes")
         if self.output is not None:
             parts.append(f"output {describe_call((self.output,), {})}")
@@ -302,7 +306,7 @@ class ShapeReport:
         width = max(sum(least), min(room - 2 * len(heads), sum(widths))) + 2 * len(heads)
         console = Console(file=text, width=width, markup=False, emoji=False, highlight=False)
         console.print(table)
-        return text.getvalue() + self.footer()
+        return text.getvalue() + self.footer(verbose=verbose)
 
     def __str__(self) -> str:
         """Show the table as text."""

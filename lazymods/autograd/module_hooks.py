@@ -45,9 +45,9 @@ def register_full_backward_hook(
         >>> import jax, jax.numpy as jnp, lazymods as lm
         >>> from flax import nnx
         >>> layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-        >>> handle = lm.autograd.register_full_backward_hook(layer, lambda _, grad_in, grad_out: (grad_in[0] * 0,))
+        >>> handle = lm.autograd.register_full_backward_hook(layer, lambda _, grad_in, grad_out: (grad_in[0] * 0 + 1,))
         >>> jax.grad(lambda x: layer(x).sum())(jnp.ones((1, 2)))
-        Array([[0., 0.]], dtype=float32)
+        Array([[1., 1.]], dtype=float32)
     """
     return _register("register_full_backward_hook", module, Hook(next(ids), AFTER, hook), prepend)
 

@@ -259,6 +259,8 @@ def test_more_is_told_if_asked_for() -> None:
     head, first, *_ = report.table(verbose=True).splitlines()
     assert head.split()[-2:] == ["inferred", "init"]
     assert "in_features=784" in first and "variance_scaling, kernel 1" in first
+    ready = lm.infer_shapes(plain_mlp(784), spec(32, 784))
+    assert report.footer() == ready.footer() and "1 compiled kernel for all shapes" in report.footer(verbose=True)
 
 
 def test_the_repr_is_the_table() -> None:
