@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import io
+import itertools
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -286,27 +287,16 @@ class ShapeReport:
         Args:
             verbose: As for :meth:`cells`.
         """
-        from rich.console import Console
-        from rich.table import Table
-
         heads, rows = self.cells(verbose=verbose)
         widths = [max([len(head), *(_width(row[i]) for row in rows)]) for i, head in enumerate(heads)]
-        least = list(widths)
+        room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
         for i, head in enumerate(heads):
             if head in _FOLDED:  # between words
-                least[i] = min(widths[i], max([_FOLDED[head], *(len(word) for row in rows for word in row[i].split())]))
-        room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
-        table = Table(box=None, pad_edge=False)
-        for head, width in zip(heads, least, strict=True):
-            side: Any = "right" if head in _NUMBERS else "left"
-            table.add_column(head, justify=side, no_wrap=head not in _FOLDED, min_width=width)
-        for row in rows:
-            table.add_row(*row)
-        text = io.StringIO()
-        width = max(sum(least), min(room - 2 * len(heads), sum(widths))) + 2 * len(heads)
-        console = Console(file=text, width=width, markup=False, emoji=False, highlight=False)
-        console.print(table)
-        return text.getvalue() + self.footer(verbose=verbose)
+                least = max([_FOLDED[head], *(len(word) for row in rows for word in row[i].split())])
+                too_wide = sum(widths) + 2 * (len(widths) - 1) - room
+                widths[i] = min(widths[i], max(least, widths[i] - max(too_wide, 0)))
+        lines = [line for cells in (heads, *rows) for line in _lines(heads, cells, widths)]
+        return "\n".join([*lines, self.footer(verbose=verbose)])
 
     def __str__(self) -> str:
         """Show the table as text."""
@@ -330,7 +320,7 @@ class ShapeReport:
 
 
 _NUMBERS = ("count", "bytes", "on a device", "gradients", "optimizer", "FLOPs")
-_FOLDED = {"input -> output": 24, "inferred": 12}  # columns that may be folded, to how many characters
+_FOLDED = {"input -> output": 16, "inferred": 12}  # columns that may be folded, to how many characters
 
 
 def bytes_on_device(shape: tuple[Any, ...], dtype: Any, sharding: NamedSharding | None) -> int:
@@ -355,6 +345,17 @@ def _show_place(parameter: ParameterShape) -> str:
 def show_spec(spec: PartitionSpec) -> str:
     """Write a spec as it is written in a program: ``P('data', None)``."""
     return f"P({', '.join(repr(part) for part in spec)})"
+
+
+def _lines(heads: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    """Write the cells of a row under each other's heads, in as many lines as the highest has."""
+    folded = [
+        [part for line in cell.split("\n") for part in textwrap.wrap(line, width, break_long_words=False) or [""]]
+        for cell, width in zip(cells, widths, strict=True)
+    ]
+    for parts in itertools.zip_longest(*folded, fillvalue=""):
+        columns = zip(heads, parts, widths, strict=True)
+        yield "  ".join(p.rjust(w) if head in _NUMBERS else p.ljust(w) for head, p, w in columns).rstrip()
 
 
 def _width(cell: str) -> int:
