@@ -320,7 +320,7 @@ class ShapeReport:
 
 
 _NUMBERS = ("count", "bytes", "on a device", "gradients", "optimizer", "FLOPs")
-_FOLDED = {"input -> output": 16, "inferred": 12}  # columns that may be folded, to how many characters
+_FOLDED = {"input -> output": 20, "inferred": 12}  # columns that may be folded, to how many characters
 
 
 def bytes_on_device(shape: tuple[Any, ...], dtype: Any, sharding: NamedSharding | None) -> int:
