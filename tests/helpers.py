@@ -1,6 +1,9 @@
 """What many tests need: inputs, and comparison with Flax's explicit twin bit for bit."""
 
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -10,6 +13,16 @@ from flax import nnx
 from jax.core import Tracer
 
 import lazymods as lm
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import an example, which is no part of a package."""
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    assert found is not None
+    assert found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
 def spec(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:

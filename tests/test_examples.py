@@ -1,6 +1,5 @@
 """Every example runs, and its ``main`` returns what it promises."""
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
@@ -8,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import import_file
 from safetensors.numpy import load_file
 
 FOLDER = Path(__file__).parent.parent / "examples"
@@ -23,12 +23,7 @@ def standard_promotion():
 
 def load(name: str) -> ModuleType:
     """Import an example, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(FOLDER / f"{name}.py")
 
 
 @pytest.mark.parametrize("name", NAMES)

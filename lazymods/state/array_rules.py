@@ -75,7 +75,21 @@ def check_whole(values: Sequence[Any], names: Sequence[Any]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transpose(ArrayRule):
+class _OneByOne(ArrayRule):
+    """A rule that takes each entry by itself, and leaves it its name."""
+
+    pattern: str
+
+    def __post_init__(self) -> None:
+        compiled(self.pattern)
+
+    def find(self, entries: Sequence[Entry]) -> Found:
+        """Take each entry by itself."""
+        return each(compiled(self.pattern), [r"\g<0>"], entries)
+
+
+@dataclasses.dataclass(frozen=True)
+class Transpose(_OneByOne):
     """Arrays whose axes lie in another order: GPT-2's ``Conv1D`` has ``(in, out)``, ``nn.Linear`` ``(out, in)``.
 
     Args:
@@ -90,13 +104,6 @@ class Transpose(ArrayRule):
 
     pattern: str
     axes: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        compiled(self.pattern)
-
-    def find(self, entries: Sequence[Entry]) -> Found:
-        """Take each entry by itself."""
-        return each(compiled(self.pattern), [r"\g<0>"], entries)
 
     def forward(self, tensors: Sequence[StoredTensor], count: int) -> list[StoredTensor]:
         """Permute; a view.
@@ -123,7 +130,7 @@ class Transpose(ArrayRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Reshape(ArrayRule):
+class Reshape(_OneByOne):
     """Arrays with the same numbers in another shape: a layer scale ``(C, 1, 1)`` of ConvNeXt, CaiT or BEiT.
 
     Args:
@@ -137,13 +144,6 @@ class Reshape(ArrayRule):
 
     pattern: str
     shape: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        compiled(self.pattern)
-
-    def find(self, entries: Sequence[Entry]) -> Found:
-        """Take each entry by itself."""
-        return each(compiled(self.pattern), [r"\g<0>"], entries)
 
     def forward(self, tensors: Sequence[StoredTensor], count: int) -> list[StoredTensor]:
         """Reshape.
@@ -172,7 +172,7 @@ class Reshape(ArrayRule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Add(ArrayRule):
+class Add(_OneByOne):
     """A constant to be added: Gemma stores the scale of an ``RMSNorm`` less 1.
 
     It is added in float32 if the file's floats are narrower, as PyTorch's code does.
@@ -188,13 +188,6 @@ class Add(ArrayRule):
 
     pattern: str
     value: float
-
-    def __post_init__(self) -> None:
-        compiled(self.pattern)
-
-    def find(self, entries: Sequence[Entry]) -> Found:
-        """Take each entry by itself."""
-        return each(compiled(self.pattern), [r"\g<0>"], entries)
 
     def forward(self, tensors: Sequence[StoredTensor], count: int) -> list[StoredTensor]:
         """Add.

@@ -65,9 +65,9 @@ def objects(name: str, training: bool) -> tuple[Any, ...]:
     return (model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)) if training else (model,)
 
 
-def flat(name: str, training: bool, x: jax.Array) -> Callable[[], Any]:
-    """Return a step on a flat list of arrays, keys as their data."""
-    graphdef, state = nnx.split(objects(name, training))
+def flat(held: tuple[Any, ...], training: bool, x: jax.Array, *, placed: bool = False) -> Callable[[], Any]:
+    """Return a step on a flat list of arrays, keys as their data; ``placed``: told where the state shall stay."""
+    graphdef, state = nnx.split(held)
     leaves, treedef = jax.tree.flatten(state)
     keys = [jnp.issubdtype(v.dtype, jax.dtypes.prng_key) for v in leaves]
     start = [jax.random.key_data(v) if k else v for v, k in zip(leaves, keys, strict=True)]
@@ -81,10 +81,11 @@ def flat(name: str, training: bool, x: jax.Array) -> Callable[[], Any]:
     jaxpr = jax.make_jaxpr(body)(start, x).jaxpr
     moving = [i for i, k in enumerate(keys) if not k and jaxpr.outvars[i + 1] is not jaxpr.invars[i]]
 
-    @jax.jit
-    def step(arrays: list[jax.Array], x: jax.Array) -> tuple[Any, list[jax.Array]]:
+    def moved(arrays: list[jax.Array], x: jax.Array) -> tuple[Any, list[jax.Array]]:
         out, new = body(arrays, x)
         return out, [new[i] for i in moving]
+
+    step = jax.jit(moved, out_shardings=(None, [start[i].sharding for i in moving])) if placed else jax.jit(moved)
 
     def call() -> Any:
         out, new = step(start, x)
@@ -153,7 +154,7 @@ def main(models: list[str], rounds: int, calls: int, numpy: bool) -> None:
         x: Any = batch if numpy else jnp.asarray(batch)
         check(name, x)
         for training in (False, True):
-            rows = {"flat": flat(name, training, x), "lm": compiled(lm.jit, name, training, x)}
+            rows = {"flat": flat(objects(name, training), training, x), "lm": compiled(lm.jit, name, training, x)}
             rows["nnx"] = compiled(nnx.jit, name, training, x)
             traces = 0
             if training:

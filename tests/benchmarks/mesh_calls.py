@@ -11,16 +11,14 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import Callable
 from typing import Any
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from call_overhead import MODELS, STEPS, objects
+from call_overhead import MODELS, STEPS, flat, objects
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -41,37 +39,6 @@ def on_mesh(name: str, training: bool, mesh: Mesh) -> tuple[Any, ...]:
     return held
 
 
-def flat(name: str, training: bool, mesh: Mesh, x: jax.Array) -> Callable[[], Any]:
-    """Return a step on a flat list of arrays, keys as their data."""
-    graphdef, state = nnx.split(on_mesh(name, training, mesh))
-    leaves, treedef = jax.tree.flatten(state)
-    keys = [jnp.issubdtype(v.dtype, jax.dtypes.prng_key) for v in leaves]
-    start = [jax.random.key_data(v) if k else v for v, k in zip(leaves, keys, strict=True)]
-
-    def body(arrays: list[jax.Array], x: jax.Array) -> tuple[Any, list[jax.Array]]:
-        values = [jax.random.wrap_key_data(v) if k else v for v, k in zip(arrays, keys, strict=True)]
-        made = nnx.merge(graphdef, jax.tree.unflatten(treedef, values))
-        out = STEPS[training](*made, x)
-        return out, jax.tree.leaves(nnx.state(made))
-
-    jaxpr = jax.make_jaxpr(body)(start, x).jaxpr
-    moving = [i for i, k in enumerate(keys) if not k and jaxpr.outvars[i + 1] is not jaxpr.invars[i]]
-
-    def moved(arrays: list[jax.Array], x: jax.Array) -> tuple[Any, list[jax.Array]]:
-        out, new = body(arrays, x)
-        return out, [new[i] for i in moving]
-
-    step = jax.jit(moved, out_shardings=(None, [start[i].sharding for i in moving]))
-
-    def call() -> Any:
-        out, new = step(start, x)
-        for number, value in zip(moving, new, strict=True):
-            start[number] = value
-        return out
-
-    return call
-
-
 def main(models: list[str], rounds: int, calls: int) -> None:
     """Print a line for each model and mode."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
@@ -81,7 +48,8 @@ def main(models: list[str], rounds: int, calls: int) -> None:
     for name in models:
         for training in (False, True):
             held, step = on_mesh(name, training, mesh), lm.jit(STEPS[training])
-            rows = {"flat": flat(name, training, mesh, x), "lm": functools.partial(step, *held, x)}
+            on_list = flat(on_mesh(name, training, mesh), training, x, placed=True)
+            rows = {"flat": on_list, "lm": functools.partial(step, *held, x)}
             times: dict[str, list[float]] = {row: [] for row in rows}
             for number in range(rounds + 1):
                 for row, call in rows.items():

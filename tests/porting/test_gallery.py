@@ -1,6 +1,5 @@
 """The gallery, ``examples/ports``: each loads a checkpoint and gives PyTorch's logits; two of them generate text."""
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import import_file
 
 import lazymods as lm
 
@@ -30,12 +30,7 @@ def as_users_have_it() -> Iterator[None]:
 
 def example(name: str) -> ModuleType:
     """Import a port, which is no part of a package."""
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(FOLDER / f"{name}.py")
 
 
 def io(name: str) -> dict[str, np.ndarray]:

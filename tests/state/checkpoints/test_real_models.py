@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import import_file
 
 import lazymods as lm
 
@@ -42,12 +43,7 @@ def folder(package: str) -> Path:
 
 
 def example(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_file(EXAMPLES / f"{name}.py")
 
 
 def test_minilm() -> None:
