@@ -98,6 +98,18 @@ def _of_one(sharding: Any, rest: Any, split: Sequence[Any], sizes: Sequence[int]
     return jax.sharding.NamedSharding(own, jax.sharding.PartitionSpec(*rest), memory_kind=sharding.memory_kind)
 
 
+def held_by_each(array: jax.Array) -> list[tuple[Any, jax.Array]]:
+    """Return each device of this process and what it holds of a value, bound to that device alone.
+
+    JAX gives the whole array for a mesh of one device, and the array is still bound to the mesh.
+    """
+    found = []
+    for shard in array.addressable_shards:
+        alone = jax.sharding.SingleDeviceSharding(shard.device, memory_kind=array.sharding.memory_kind)
+        found.append((shard.device, jax.device_put(shard.data, alone)))
+    return found
+
+
 def assembled(shape: Shape, dtype: Any, sharding: Any, arrays: Sequence[jax.Array]) -> jax.Array:
     """Return the value whose parts on the devices of this process are these."""
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays, dtype=dtype)

@@ -65,8 +65,8 @@ def stack_at(arrays: Sequence[jax.Array], sizes: Sequence[int], place: Any = Non
         return stack(arrays).reshape(shape)
     held: dict[Any, list[Any]] = {}
     for array in arrays:
-        for shard in array.addressable_shards:
-            held.setdefault(shard.device, []).append(shard.data)
+        for device, part in shards.held_by_each(array):
+            held.setdefault(device, []).append(part)
     own = place.shard_shape(shape)
     pieces = [stack(held[device]).reshape(own) for device in place.addressable_devices]
     return shards.assembled(shape, arrays[0].dtype, place, pieces)
@@ -121,15 +121,15 @@ def _places_of_parts(array: Any, n: int) -> list[Any]:
 
 
 def _is_spread(array: Any) -> bool:
-    """Whether an array has values that several devices hold, by a ``NamedSharding``."""
+    """Whether an array has values that lie on a mesh, of one device or more."""
     if not isinstance(array, jax.Array) or not _compat.are_concrete([array]) or is_key(array):
         return False
-    return isinstance(array.sharding, jax.sharding.NamedSharding) and len(array.sharding.device_set) > 1
+    return isinstance(array.sharding, jax.sharding.NamedSharding)
 
 
 def _spread_parts(array: jax.Array, n: int) -> list[jax.Array]:
     """Return the parts of an array on a mesh, each on the devices that hold it: nothing is brought to others."""
-    held = {shard.device: parts(shard.data, shard.data.shape[0]) for shard in array.addressable_shards}
+    held = {device: parts(part, part.shape[0]) for device, part in shards.held_by_each(array)}
     out = []
     for i, place in enumerate(shards.of_each(array.sharding, (n,))):
         pieces = [held[device][i % len(held[device])] for device in place.addressable_devices]
