@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +20,7 @@ from lazymods import _compat
 
 ALIGNMENT = 64
 _CHUNK = 4 << 20  # bytes that one thread copies at a time
+_BATCH = 1 << 30  # bytes that go to a device other than a CPU at a time
 _SMALL = 1 << 20  # arrays below that share their memory
 
 Array = np.ndarray[Any, Any]
@@ -41,14 +42,39 @@ class Incoming(NamedTuple):
     owned: bool
 
 
-def transfer(incoming: Sequence[Incoming], advance: Callable[[int], None] | None = None) -> list[jax.Array]:
-    """Put arrays on the device, in one batch.
+def transfer(incoming: Iterable[Incoming], advance: Callable[[int], None] | None = None) -> list[jax.Array]:
+    """Put arrays on the device: in one batch if that is a CPU, which takes over what is in memory.
 
     Args:
-        incoming: The arrays.
+        incoming: The arrays; to other devices a batch is asked for when the one before is there.
         advance: Called with the number of bytes, from several threads, whenever some have been copied.
     """
     device = default_device()
+    if device.platform == "cpu":
+        return _transferred(list(incoming), device, advance)
+    out: list[jax.Array] = []
+    for batch in _batches(incoming):
+        out += jax.block_until_ready(_transferred(batch, device, advance))
+    return out
+
+
+def _batches(incoming: Iterable[Incoming]) -> Iterator[list[Incoming]]:
+    """Cut what comes, so that little more than a batch is in host memory."""
+    batch: list[Incoming] = []
+    size = 0
+    for item in incoming:
+        batch.append(item)
+        size += item.value.nbytes
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _transferred(
+    incoming: Sequence[Incoming], device: Any, advance: Callable[[int], None] | None
+) -> list[jax.Array]:
     ready = prepared(incoming, advance, on_cpu=device.platform == "cpu")
     spread = _over_the_mesh()
     explicit = {i: item.sharding or spread for i, item in enumerate(incoming) if item.sharding or spread}

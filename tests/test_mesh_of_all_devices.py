@@ -15,12 +15,17 @@ import optax
 import pytest
 from flax import nnx
 from helpers import raw
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import lazymods as lm
 
 WIDTH = 16 * len(jax.devices())
-RULES = [("up.kernel", P(None, None, "model")), ("down.kernel", P(None, "model", None)), ("head.kernel", P("model", None))]
+RULES = [
+    ("up.kernel", P(None, None, "model")),
+    ("down.kernel", P(None, "model", None)),
+    ("head.kernel", P("model", None)),
+]
 SPEC = jax.ShapeDtypeStruct((4, WIDTH), jnp.float32)
 
 
@@ -118,6 +123,7 @@ def test_steps_keep_places_and_give_the_values_of_one_device(donate: bool) -> No
 
 def test_the_plan_says_what_each_device_holds() -> None:
     mesh, model = mesh_of_all(), on_mesh(0)
-    plan = lm.infer_shapes(Model(0), SPEC, mesh=jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names), rules=RULES)
+    abstract = jax.sharding.AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    plan = lm.infer_shapes(Model(0), SPEC, mesh=abstract, rules=RULES)
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
     assert plan.total_bytes_per_device == held

@@ -34,7 +34,11 @@ _AXES = "out_sharding"  # metadata with a name for each axis of the value
 
 
 def join(
-    blocks: Sequence[Any], shared: Sequence[Any] = (), places: Mapping[str, Any] | None = None
+    blocks: Sequence[Any],
+    shared: Sequence[Any] = (),
+    places: Mapping[str, Any] | None = None,
+    *,
+    used_up: bool = False,
 ) -> tuple[Any, tuple[Path, ...]]:
     """Make one block of several.
 
@@ -42,6 +46,8 @@ def join(
         blocks: Blocks of one structure, which differ in the values of their Variables and arrays alone.
         shared: Objects that are shared if a block has them, also if there is only one block.
         places: Where the values of all go, by their names in a block; those of others stay where they are.
+        used_up: Whether each Variable of the blocks may lose its value once that is in the one block, so that no more
+            than one of its parameters is in memory twice.
 
     Returns:
         The block, and the paths of what all of them share.
@@ -49,7 +55,7 @@ def join(
     Raises:
         LazyError: If they differ in anything else; it lists every such place.
     """
-    joining = _Joining(shared, places or {})
+    joining = _Joining(shared, places or {}, used_up)
     made = joining.join(blocks, ())
     if joining.problems:
         raise LazyError(*joining.problems, heading="These blocks are not equal, so they can't be one:")
@@ -59,8 +65,8 @@ def join(
 class _Joining:
     """Makes one object of several, at each place of a block."""
 
-    def __init__(self, shared: Sequence[Any], places: Mapping[str, Any]) -> None:
-        self._places = places
+    def __init__(self, shared: Sequence[Any], places: Mapping[str, Any], used_up: bool) -> None:
+        self._places, self._used_up = places, used_up
         self.shared: list[Path] = []
         self.problems: list[Problem] = []
         self._memo: dict[int, tuple[tuple[int, ...], Any]] = {}
@@ -151,6 +157,8 @@ class _Joining:
             self.problems.append(Problem(dotted(path), got, needed, "ref=False for it"))
             return first
         raw = self._pending(raws, path) if isinstance(raws[0], PendingInit) else self._tree(raws, path)
+        for variable in variables if self._used_up else ():
+            _compat.SET_RAW(variable, None)
         mark = {LAYERS: len(variables)} if isinstance(first, TRANSIENT) else {}
         return _compat.new_variable(type(first), raw, with_axis(metadata[0]) | mark)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import math
@@ -74,12 +75,18 @@ class PendingValues:
         shardings = [s for place, sizes in places for s in shards.of_each(place, sizes)]
         with self._context():
             made = self._plan.fill(shardings) if self._plan is not None else ()
-        for i, path, arrays in self._each(made) if made else ():
+        made = collections.deque(made)  # what has been stacked is given up before the next is
+        for i, path, arrays in self._each(_popped(made)) if made else ():
             if not any(array is None for array in arrays):
                 variable = self.layers[i][1][path]
                 sizes, place = variable.pending.stacking.sizes, placement.place_of(variable)
                 out[i][path] = stacked_values.stack_at(arrays, sizes, place) if sizes else arrays[0]
         return out
+
+
+def _popped(found: collections.deque[Any]) -> Iterator[Any]:
+    while found:
+        yield found.popleft()
 
 
 def _is_whole_or_in_front(pending: PendingInit) -> bool:

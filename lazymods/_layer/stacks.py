@@ -65,8 +65,11 @@ class Apart:
             self._known[id(stack)] = stack, [(str(i), block) for i, block in enumerate(found)]
         return self._known[id(stack)][1]
 
-    def put_together(self) -> None:
-        """Bring what the blocks hold now into their stacks, inner ones first.
+    def put_together(self, *, used_up: bool = False) -> None:
+        """Bring what the blocks hold now into their stacks, inner ones first. Later walks find other blocks.
+
+        Args:
+            used_up: Whether nobody looks at the values of these blocks any more.
 
         Raises:
             LazyError: If the blocks of a stack are not of one structure any more.
@@ -79,8 +82,11 @@ class Apart:
                 _keep_values(whole, blocks, stack.n)
                 _size_together(blocks)
                 places = _blocks.places_of(whole) | self._places.get(id(stack), {})
-                joined, _ = _blocks.join(blocks, [_graph.at(whole, path) for path in stack.shared], places)
+                shared = [_graph.at(whole, path) for path in stack.shared]
+                joined, _ = _blocks.join(blocks, shared, places, used_up=used_up)
+                _keep_whole(whole, joined)
                 _blocks.become(whole, joined, first_call.load_is_carried)
+        self._known.clear()
 
     def restore(self) -> None:
         """Put the stacks back as they were before :meth:`put_together`."""
@@ -179,13 +185,15 @@ def _looking(found: Apart | None) -> Iterator[None]:
 
 
 def _keep_values(whole: Any, blocks: list[Any], n: int) -> None:
-    """Give the blocks the values of the stack where nothing was written into them."""
+    """Give the blocks the values of the stack where something was written into others of them."""
     held = {e.path: e.value for e in _graph.entries(whole)}
+    each = [list(_graph.entries(block)) for block in blocks]
+    written = {e.path for entries in each for e in entries if not _has_abstract(_blocks.raw_of(e.value))}
     parts: dict[int, list[Any]] = {}
-    for i, block in enumerate(blocks):
-        for path, _, _, value in list(_graph.entries(block)):
+    for i, (block, entries) in enumerate(zip(blocks, each, strict=True)):
+        for path, _, _, value in entries:
             raw, owner = _blocks.raw_of(value), held.get(path)
-            if owner is None or not any(map(_is_abstract, jax.tree.leaves(raw))):
+            if owner is None or path not in written or not _has_abstract(raw):
                 continue
             if id(owner) not in parts:
                 parts[id(owner)] = stacked_values.parts(_blocks.raw_of(owner), n)
@@ -194,6 +202,22 @@ def _keep_values(whole: Any, blocks: list[Any], n: int) -> None:
                 put(block, path, kept)
             else:
                 _compat.SET_RAW(value, kept)
+
+
+def _keep_whole(whole: Any, joined: Any) -> None:
+    """Give what was made of the blocks the values of the stack where nothing was written into any of them."""
+    for path, _, _, value in list(_graph.entries(joined)):
+        raw, owner = _blocks.raw_of(value), _graph.at(whole, path)
+        if owner is not _graph.MISSING and _has_abstract(raw):
+            kept = jax.tree.map(lambda new, old: old if _is_abstract(new) else new, raw, _blocks.raw_of(owner))
+            if kind_of(value) is _graph.ARRAY:
+                put(joined, path, kept)
+            else:
+                _compat.SET_RAW(value, kept)
+
+
+def _has_abstract(raw: Any) -> bool:
+    return any(map(_is_abstract, jax.tree.leaves(raw)))
 
 
 def _is_abstract(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +35,7 @@ from lazymods._spread import goes_to_several
 from lazymods.state import by_trial, tied_heads
 from lazymods.state import missing as missing_entries
 from lazymods.state.entries import Place, Survey, home_trace, is_buffer, prefix_of
-from lazymods.state.files.stored import StoredTensor, Unread
+from lazymods.state.files.stored import StoredTensor, Unread, read_ahead
 from lazymods.state.load_plan import LoadPlan, Write, is_spread_place, make_plan
 from lazymods.state.load_result import LoadResult as LoadResult
 from lazymods.state.placing import Placing, Target, is_placed
@@ -60,6 +60,7 @@ class Origin(NamedTuple):
         remarks: What an error says below its heading.
         problems: What is wrong with the entries beside what does not fit.
         placing: Where on a mesh the arrays go; None: where the model has them.
+        written: Names whose entries the model has already, from the same load.
     """
 
     name: str = "the state dict"
@@ -75,6 +76,7 @@ class Origin(NamedTuple):
     remarks: Sequence[str] = ()
     problems: Sequence[Problem] = ()
     placing: Placing | None = None
+    written: Collection[str] = ()
 
     def in_parts(self, place: Place) -> bool:
         """Whether what goes to a place is read part by part, for several devices."""
@@ -119,6 +121,7 @@ def load_entries(
         given = dict(entries)
         found = origin.sources
         if survey.hooked:
+            origin = origin._replace(written=())  # a hook need not give the same entries again
             before, given = given, _run_pre_hooks(survey, dict(given), strict)
             found = _found_by_hooks(before, given, origin)
             survey = Survey(model)  # a hook may do anything
@@ -143,7 +146,7 @@ def load_entries(
                 _write(plan, origin)
                 if dtype is not None:
                     param_dtypes.follow([node for _, node in _graph.nodes(model)])
-                LOCAL.apart.put_together()
+                LOCAL.apart.put_together(used_up=not after)
                 if origin.placing is not None and plan.leaves_some:
                     with stacks.together():
                         origin.placing.move_rest(Survey(model))
@@ -328,14 +331,14 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
 
 def _write_values(plan: LoadPlan, origin: Origin) -> None:
     """Make all values, then write them: into arrays of numpy in place, else in place of what is there."""
-    writes = plan.writes.values()
+    writes = [w for w in plan.writes.values() if w.place.name not in origin.written]
     placed = _placed(plan, origin)
     goals = _goals(plan) | placed
     batch = [w for w in writes if _is_transferred(w)]
     spread = [w for w in batch if goes_to_several(goals[w.place.name])]
     whole = [w for w in batch if not goes_to_several(goals[w.place.name])]
     on_device = _spread(plan, spread, goals, origin) if spread else {}
-    arrays = transfer([_incoming(w, goals[w.place.name], origin) for w in whole], origin.advance)
+    arrays = transfer(_incoming(whole, goals, origin), origin.advance)
     on_device |= {w.place.name: a for w, a in zip(whole, arrays, strict=True)}
     made: list[tuple[Write, Any]] = []
     parts: dict[tuple[Any, ...], tuple[Write, dict[Any, Any]]] = {}  # several may be parts of one tuple
@@ -420,9 +423,11 @@ def _is_shared(write: Write, origin: Origin) -> bool:
     return is_kept and id(write.value) not in origin.owned
 
 
-def _incoming(write: Write, goal: Any, origin: Origin) -> Incoming:
-    value, owned = write.value, id(write.value) in origin.owned
-    return Incoming(value.stored.read() if isinstance(value, Unread) else value, write.dtype, goal, owned)
+def _incoming(writes: Sequence[Write], goals: Mapping[str, Any], origin: Origin) -> Iterator[Incoming]:
+    read = read_ahead(w.value.stored for w in writes if isinstance(w.value, Unread))
+    for write in writes:
+        value = next(read) if isinstance(write.value, Unread) else write.value
+        yield Incoming(value, write.dtype, goals[write.place.name], id(write.value) in origin.owned)
 
 
 def _new_value(write: Write, array: jax.Array | None, goal: Any, origin: Origin) -> Any:

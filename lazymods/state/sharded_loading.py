@@ -17,6 +17,7 @@ from lazymods.state.files.stored import Array, Unread, check_booleans, will_need
 from lazymods.state.values import cast_problem
 
 _GROUP = 1 << 28  # bytes that are on the host at a time, of what is on its way to other devices
+_RESTORED = 1 << 31  # of what Orbax restores, which unpacks many arrays at a time
 
 
 class Spread(NamedTuple):
@@ -54,21 +55,20 @@ def load_spread(
     """
     arrays: dict[str, jax.Array] = {}
     misfits: Misfits = {}
-    for group in _groups(entries):
-        restored = [e for e in group if _is_restored(e)]
-        if restored:
-            arrays |= _restored(restored, misfits)
-        arrays |= _from_parts([e for e in group if not _is_restored(e)], misfits, advance)
+    for group in _groups([e for e in entries if _is_restored(e)], _RESTORED):
+        arrays |= _restored(group, misfits)
+    for group in _groups([e for e in entries if not _is_restored(e)], _GROUP):
+        arrays |= _from_parts(group, misfits, advance)
     return [arrays[entry.name] for entry in entries], misfits
 
 
-def _groups(entries: Sequence[Spread]) -> Iterator[list[Spread]]:
+def _groups(entries: Sequence[Spread], limit: int) -> Iterator[list[Spread]]:
     """Cut a list, so that what is on the host at a time is limited; what is read as a whole may be over it, alone."""
     group: list[Spread] = []
     total = 0
     for entry in entries:
         size = _bytes_here(entry)
-        if group and total + size > _GROUP:
+        if group and total + size > limit:
             yield group
             group, total = [], 0
         group.append(entry)

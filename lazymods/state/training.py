@@ -43,11 +43,12 @@ def load_entries(
     try:
         rest = {name: value for name, value in entries.items() if not name.startswith(tuple(lazy))}
         quiet = origin and origin._replace(warn=None)
-        load.load_entries(state, rest, strict=False, mismatched=mismatched, dtype=dtype, origin=quiet)
+        first = load.load_entries(state, rest, strict=False, mismatched=mismatched, dtype=dtype, origin=quiet)
         for prefix, optimizer in lazy.items():
             own = {n.removeprefix(prefix): v for n, v in entries.items() if n.startswith(prefix)}
             optimizer.make_state(_model_of(state, optimizer, prefix, own))
-        return load.load_entries(state, entries, strict=strict, mismatched=mismatched, dtype=dtype, origin=origin)
+        again = (origin or load.Origin())._replace(written=first.matched)
+        return load.load_entries(state, entries, strict=strict, mismatched=mismatched, dtype=dtype, origin=again)
     except BaseException:
         snapshot.restore()
         raise

@@ -1,6 +1,7 @@
 """What a 12-layer transformer keeps between forward and backward, and what its step costs, with blocks and without.
 
-Prints the bytes that are kept, in all and without parameters, and the time of a compiled step, relative to none.
+Prints the bytes that are kept, in all and without parameters, the bytes that a compiled step takes beside its arguments
+and results, in the device's memory and in that of the host (on a GPU), and its time.
 """
 
 from __future__ import annotations
@@ -66,17 +67,19 @@ LOSSES = {
 }
 
 
-def step_time(loss: Callable[..., Any], model: Transformer, x: jax.Array, repeats: int) -> float:
-    """Return the least time of a compiled gradient, in seconds."""
+def measured(loss: Callable[..., Any], model: Transformer, x: jax.Array, repeats: int) -> tuple[int, int, float]:
+    """Return the bytes of a compiled gradient on the device and on the host, and its least time in seconds."""
     graph, state = nnx.split(model)
-    step = jax.jit(lambda state, x: jax.grad(lambda state: loss(nnx.merge(graph, state), x))(state))
+    gradient = jax.jit(lambda state, x: jax.grad(lambda state: loss(nnx.merge(graph, state), x))(state))
+    step = gradient.lower(state, x).compile()
+    memory = step.memory_analysis()
     jax.block_until_ready(step(state, x))
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         jax.block_until_ready(step(state, x))
         times.append(time.perf_counter() - start)
-    return min(times)
+    return memory.temp_size_in_bytes, memory.host_temp_size_in_bytes, min(times)
 
 
 def main() -> None:
@@ -89,11 +92,13 @@ def main() -> None:
     x = jax.random.normal(jax.random.key(0), (options.batch, options.length, options.width))
     reports = {name: ag.saved_bytes(loss, model, x) for name, loss in LOSSES.items()}
     whole = reports["none"].total
-    print(f"{'':20}{'bytes':>14}{'of none':>9}{'no parameters':>15}{'step':>9}")
+    print(f"{'':20}{'bytes':>14}{'of none':>9}{'no parameters':>15}{'device':>15}{'host':>15}{'step':>9}")
     for name, loss in LOSSES.items():
-        report, seconds = reports[name], step_time(loss, model, x, options.repeats)
+        report = reports[name]
+        device, host, seconds = measured(loss, model, x, options.repeats)
         beside = report.total - report.of_arguments
-        print(f"{name:20}{report.total:14,}{report.total / whole:9.3f}{beside:15,}{seconds * 1e3:6.1f} ms")
+        bytes_kept = f"{report.total:14,}{report.total / whole:9.3f}{beside:15,}"
+        print(f"{name:20}{bytes_kept}{device:15,}{host:15,}{seconds * 1e3:6.1f} ms")
     assert reports["save_as(bfloat16)"].total <= 0.55 * whole
     assert reports["recompute"].total <= reports["nnx.remat"].total
 

@@ -14,7 +14,7 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -288,6 +288,7 @@ class Held:
         self.path: Path = path
         self.folder: Path = folder
         self._descriptor: int | None = os.open(folder, os.O_RDONLY) if os.name == "posix" else None
+        self._close = os.close  # the module is gone when the interpreter ends
 
     def check(self) -> None:
         """See that the folder is still the one that was opened, after something of it has been read.
@@ -308,11 +309,11 @@ class Held:
     def __del__(self) -> None:
         """Close it."""
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            self._close(self._descriptor)
 
 
 class OrbaxArray(NamedTuple):
-    """One array of a folder; called, it reads all its values.
+    """One array of a folder; called, it reads all its values. Several are read at a time.
 
     Attributes:
         held: The folder.
@@ -334,12 +335,22 @@ class OrbaxArray(NamedTuple):
     has_store: bool
     context: Any
 
-    def __call__(self) -> Array:
-        """Read all values."""
+    def start(self) -> Callable[[], Array]:
+        """Start to read all values; return what waits for them."""
         import tensorstore
 
         array = empty(self.shape, self.dtype)  # aligned, so that JAX takes it over as it is
         with calling_tensorstore(self.held.path, self.name):
-            tensorstore.array(array, copy=False, write=True).write(self.store).result()
-        array.flags.writeable = False
-        return array
+            reading = tensorstore.array(array, copy=False, write=True).write(self.store)
+
+        def wait() -> Array:
+            with calling_tensorstore(self.held.path, self.name):
+                reading.result()
+            array.flags.writeable = False
+            return array
+
+        return wait
+
+    def __call__(self) -> Array:
+        """Read all values."""
+        return self.start()()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import errno
@@ -11,7 +12,7 @@ import math
 import mmap
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,6 +81,10 @@ class StoredTensor:
         source = self.source
         return view(source, self.begin, self.shape, self.dtype) if isinstance(source, np.ndarray) else source()
 
+    def start(self) -> Callable[[], Array]:
+        """Start to read its values, if its format reads several tensors at a time; return what waits for them."""
+        return self.source.start() if hasattr(self.source, "start") else self.read
+
     @property
     def is_read_in_parts(self) -> bool:
         """Whether some of its values can be had without the others."""
@@ -134,6 +139,24 @@ class Unread:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Read all of it."""
         return np.array(self.stored.read(), dtype, copy=copy)
+
+
+_AHEAD = 1 << 30  # bytes that are on their way at a time
+
+
+def read_ahead(tensors: Iterable[StoredTensor]) -> Iterator[Array]:
+    """Read tensors one after the other, while the next ones are on their way."""
+    started: collections.deque[tuple[int, Callable[[], Array]]] = collections.deque()
+    size = 0
+    for tensor in tensors:
+        started.append((tensor.nbytes, tensor.start()))
+        size += tensor.nbytes
+        while size > _AHEAD:
+            nbytes, wait = started.popleft()
+            size -= nbytes
+            yield wait()
+    while started:
+        yield started.popleft()[1]()
 
 
 @dataclasses.dataclass(frozen=True)
