@@ -17,7 +17,7 @@ from lazymods.state.files.stored import Array, Unread, check_booleans, will_need
 from lazymods.state.values import cast_problem
 
 _GROUP = 1 << 28  # bytes that are on the host at a time, of what is on its way to other devices
-_RESTORED = 1 << 31  # of what Orbax restores, which unpacks many arrays at a time
+_RESTORED = 1 << 33  # of what Orbax restores: it unpacks an array, which may be over a gigabyte, in one thread
 
 
 class Spread(NamedTuple):

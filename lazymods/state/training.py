@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._errors import Problem, UninitializedError
 from lazymods._graph import OTHER, dotted, kind_of
+from lazymods._initial.keys import is_key
+from lazymods._layer.blocks import raw_of
 from lazymods._model.optimizer import LazyOptimizer, model_of
 from lazymods._snapshot import Snapshot
 from lazymods.state import load
@@ -44,14 +47,42 @@ def load_entries(
         rest = {name: value for name, value in entries.items() if not name.startswith(tuple(lazy))}
         quiet = origin and origin._replace(warn=None)
         first = load.load_entries(state, rest, strict=False, mismatched=mismatched, dtype=dtype, origin=quiet)
+        made_for = {}
         for prefix, optimizer in lazy.items():
             own = {n.removeprefix(prefix): v for n, v in entries.items() if n.startswith(prefix)}
-            optimizer.make_state(_model_of(state, optimizer, prefix, own))
+            made_for[prefix] = _model_of(state, optimizer, prefix, own)
+            optimizer.make_state(made_for[prefix])
+            _give_up(optimizer)
         again = (origin or load.Origin())._replace(written=first.matched)
-        return load.load_entries(state, entries, strict=strict, mismatched=mismatched, dtype=dtype, origin=again)
+        result = load.load_entries(state, entries, strict=strict, mismatched=mismatched, dtype=dtype, origin=again)
+        for prefix, optimizer in lazy.items():
+            _make_rest(optimizer, made_for[prefix])
+        return result
     except BaseException:
         snapshot.restore()
         raise
+
+
+_LARGE = 1 << 20  # bytes
+
+
+def _give_up(optimizer: LazyOptimizer) -> None:
+    """Let shapes stand for the large arrays of a new state, which a load replaces: so they are not there twice."""
+    for variable in _graph.variables(optimizer):
+        raw = variable.get_raw_value()
+        if isinstance(raw, jax.Array) and not _compat.is_tracer(raw) and not is_key(raw) and raw.nbytes >= _LARGE:
+            place = raw.sharding if raw.committed else None
+            spec = jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=place, weak_type=raw.weak_type)
+            _compat.SET_RAW(variable, spec)
+
+
+def _make_rest(optimizer: LazyOptimizer, model: nnx.Pytree) -> None:
+    """Make again what :func:`_give_up` has given up and the load has not replaced."""
+    left = {p: v for p, _, _, v in _graph.entries(optimizer) if isinstance(raw_of(v), jax.ShapeDtypeStruct)}
+    if left:
+        new = LazyOptimizer(model, optimizer.tx, wrt=optimizer.wrt)
+        for path, variable in left.items():
+            _compat.SET_RAW(variable, raw_of(_graph.at(new, path)))
 
 
 def lazy_optimizers(state: Any) -> dict[str, LazyOptimizer]:

@@ -12,6 +12,7 @@ from flax import nnx
 from helpers import array, assert_same_bits, raw
 
 import lazymods as lm
+from lazymods.state import load, training
 
 
 class Net(nnx.Module):
@@ -51,6 +52,13 @@ def arrays(state: dict[str, Any]) -> dict[str, Any]:
     return lm.state_dict({k: v for k, v in state.items() if not isinstance(v, (int, float))}, include_rng=True)
 
 
+@pytest.fixture(params=[0, 1 << 20])
+def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """From how many bytes on an array of a new state is given up for a load."""
+    monkeypatch.setattr(training, "_LARGE", request.param)
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def standard_promotion():
     """Optax's adam raises a Python float to an int32 count, which strict promotion refuses."""
@@ -60,7 +68,7 @@ def standard_promotion():
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ""])
 @pytest.mark.parametrize("lazy_optimizer", [True, False])
-def test_resume(tmp_path: Path, suffix: str, lazy_optimizer: bool) -> None:
+def test_resume(tmp_path: Path, suffix: str, lazy_optimizer: bool, large: int) -> None:
     path = tmp_path / f"state{suffix}"
     state = new_state(0)
     state["model"](X)
@@ -95,6 +103,50 @@ def test_a_module_alone_leaves_random_state_out_unless_asked(tmp_path: Path) -> 
         lm.load(fresh, tmp_path / f"{file}.safetensors")
         got = lm.state_dict(fresh, include_rng=True)
         assert bool(np.all(raw(got["drop.rngs.key"]) == raw(want["drop.rngs.key"]))) == equal
+
+
+def test_what_the_file_has_not_of_a_state_is_what_an_optimizer_begins_with(tmp_path: Path, large: int) -> None:
+    state = new_state(0)
+    lm.materialize(state["model"], X)
+    train_step(state)
+    names = [n for n in lm.state_dict(state) if ".nu.fc1." not in n and ".mu.fc2.kernel" not in n]
+    lm.save({n: v for n, v in lm.state_dict(state).items() if n in names}, tmp_path / "some.safetensors")
+    fresh = new_state(1)
+    result = lm.load(fresh, tmp_path / "some.safetensors", strict=False)
+    assert len([n for n in result.missing if n.startswith("optimizer")]) == 3
+    got, want = lm.state_dict(fresh["optimizer"]), lm.state_dict(state["optimizer"])
+    assert list(got) == list(want)
+    for name, value in got.items():
+        assert_same_bits(value, want[name] if f"optimizer.{name}" in names else np.zeros_like(want[name]))
+    train_step(fresh)
+
+
+def test_a_new_state_is_not_there_beside_the_one_that_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    width = 700  # kernels of 1.96 MB
+
+    def state_of(seed: int) -> dict[str, Any]:
+        model = nnx.Sequential(*(lm.LazyLinear(width, use_bias=False, rngs=nnx.Rngs(seed)) for _ in range(2)))
+        return {"model": model, "optimizer": lm.LazyOptimizer(model, optax.adam(1e-3), wrt=nnx.Param)}
+
+    saved, fresh = state_of(0), state_of(1)
+    x = array(2, width)
+    lm.materialize(saved["model"], x)
+    _, grads = nnx.value_and_grad(lambda m: (m(x) ** 2).mean())(saved["model"])
+    saved["optimizer"].update(saved["model"], grads)
+    lm.save(saved, tmp_path / "state.safetensors")
+    del grads
+    most, write, before = [0], load._write, sum(a.nbytes for a in jax.live_arrays())
+
+    def watched(*args: Any) -> None:
+        write(*args)
+        most[0] = max(most[0], sum(a.nbytes for a in jax.live_arrays()) - before)
+
+    monkeypatch.setattr(load, "_write", watched)
+    lm.load(fresh, tmp_path / "state.safetensors")
+    whole = 3 * 2 * width * width * 4  # parameters and two moments
+    assert whole <= most[0] <= 1.05 * whole
 
 
 def test_a_failed_load_leaves_all_of_the_state_as_it_was(tmp_path: Path) -> None:
