@@ -26,13 +26,13 @@ from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, check_
 from lazymods.state.flow import Rename, has_array_rules
 from lazymods.state.load import LoadResult, Origin, load_entries
 from lazymods.state.load_plan import is_spread_place
+from lazymods.state.noted import WayBack, forget_values, same_entries
 from lazymods.state.parts import may_fit, part_of
 from lazymods.state.placing import Placing, is_placed, placing_for
 from lazymods.state.prepared import Prepared, prepare, why_missing
 from lazymods.state.progress import progress_bar
 from lazymods.state.sources import read_source
 from lazymods.state.warned import warn
-from lazymods.state.way_back import WayBack, forget_values, same_entries
 
 LAYOUTS = ("flax", "torch")
 

@@ -15,7 +15,8 @@ from lazymods.state.layouts import with_sizes, written
 from lazymods.state.layouts.exporting import second, without_layers
 from lazymods.state.layouts.table import sites
 from lazymods.state.load import LoadResult
-from lazymods.state.way_back import WayBack, as_loaded
+from lazymods.state.noted import WayBack
+from lazymods.state.way_back import as_loaded
 
 
 def export_torch(

@@ -10,11 +10,9 @@ from typing import Any
 from lazymods._errors import StateDictError
 from lazymods._graph import dotted
 from lazymods.state import names
-from lazymods.state.array_parts import Copy
 from lazymods.state.entries import Survey
 from lazymods.state.files.stored import Checkpoint
 from lazymods.state.flow import Entry, Flow, Rename, transformed
-from lazymods.state.lineage import origins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +84,8 @@ def with_copy(
         name: The model's name of the entry.
         second: The name of the other one, as PyTorch has it.
     """
+    from lazymods.state.array_parts import Copy
+
     (spelled,) = prepared.laid[name]
     flow = prepared.flow
     flow.apply(Copy(rf"^{re.escape(prepared.final[spelled].name)}$", into=second.replace("\\", r"\\")))
@@ -112,6 +112,7 @@ def _laid(
         laid = {new: (new,) for new in final}
         return Prepared(entries, {n: e.sources for n, e in final.items()}, laid, final, flow)
     from lazymods.state.layouts import from_torch
+    from lazymods.state.lineage import origins
 
     imported = from_torch(survey.model, entries, flatten, survey.places, origins(flow, final))
     _refuse(survey, file, imported.problems)

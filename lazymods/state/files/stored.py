@@ -141,7 +141,7 @@ class Unread:
         return np.array(self.stored.read(), dtype, copy=copy)
 
 
-_AHEAD = 1 << 33  # bytes that are on their way at a time; an array may be over a gigabyte, and is unpacked by one thread
+_AHEAD = 1 << 33  # bytes that are on their way at a time; one array may be over a gigabyte, unpacked in one thread
 
 
 def read_ahead(tensors: Iterable[StoredTensor]) -> Iterator[Array]:
