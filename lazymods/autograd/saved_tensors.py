@@ -168,8 +168,8 @@ def save_on_cpu() -> Block:
 
     It is brought back when the backward pass comes to it: time for memory of the device. On a CPU it costs a copy.
 
-    What ``jax.vjp`` returns holds arrays in the host's memory. Where one compiled program has forward and backward pass,
-    XLA decides: on a GPU (H200, jax 0.11.2) it left all but 8% on the device. ``recompute`` saves memory there.
+    What ``jax.vjp`` returns holds arrays in the host's memory. Where one compiled program has both passes, XLA decides:
+    on a GPU (H200, jax 0.11.2) it left all but 8% on the device. ``recompute`` saves memory there.
 
     Returns:
         A block as of :func:`saved_tensors_hooks`.

@@ -13,11 +13,11 @@ from lazymods._initial.shards import put
 from lazymods._memory import Incoming, as_it_lies, prepared
 from lazymods._spread import Index, Part, parts_here, put_together
 from lazymods.state.files.orbax import OrbaxArray
-from lazymods.state.files.stored import Array, Unread, check_booleans, will_need
+from lazymods.state.files.stored import Array, Unread, check_booleans, read_ahead, will_need
 from lazymods.state.values import cast_problem
 
 _GROUP = 1 << 28  # bytes that are on the host at a time, of what is on its way to other devices
-_RESTORED = 1 << 33  # of what Orbax restores: it unpacks an array, which may be over a gigabyte, in one thread
+_UNPACKED = 1 << 33  # of an Orbax folder: each array, which may be over a gigabyte, is unpacked in one thread
 
 
 class Spread(NamedTuple):
@@ -55,9 +55,10 @@ def load_spread(
     """
     arrays: dict[str, jax.Array] = {}
     misfits: Misfits = {}
-    for group in _groups([e for e in entries if _is_restored(e)], _RESTORED):
-        arrays |= _restored(group, misfits)
-    for group in _groups([e for e in entries if not _is_restored(e)], _GROUP):
+    for group in _groups([e for e in entries if _is_of_orbax(e)], _UNPACKED):
+        arrays |= _restored([e for e in group if _is_restored(e)], misfits)
+        arrays |= _from_parts([e for e in group if not _is_restored(e)], misfits, advance)
+    for group in _groups([e for e in entries if not _is_of_orbax(e)], _GROUP):
         arrays |= _from_parts(group, misfits, advance)
     return [arrays[entry.name] for entry in entries], misfits
 
@@ -78,7 +79,7 @@ def _groups(entries: Sequence[Spread], limit: int) -> Iterator[list[Spread]]:
 
 
 def _bytes_here(entry: Spread) -> int:
-    if isinstance(entry.value, Unread) and not entry.value.stored.is_read_in_parts and not _is_restored(entry):
+    if _is_read_whole(entry) and not _is_restored(entry):
         return entry.value.nbytes
     parts = parts_here(entry.sharding, entry.value.shape)
     return sum(math.prod([end - begin for begin, end in part]) for part in parts) * entry.value.dtype.itemsize
@@ -92,9 +93,10 @@ def _from_parts(
 ) -> dict[str, jax.Array]:
     wanted: list[tuple[Spread, Part]] = []
     incoming: list[Incoming] = []
+    wholes = read_ahead(e.value.stored for e in entries if isinstance(e.value, Unread) and _is_read_whole(e))
     for entry in entries:
         parts = parts_here(entry.sharding, entry.value.shape)
-        values, owned = _read(entry, list(parts.values()))
+        values, owned = _read(entry, list(parts.values()), wholes)
         for part, value in zip(parts, values, strict=True):
             wanted.append((entry, part))
             incoming.append(Incoming(value, entry.dtype, None, owned))
@@ -110,14 +112,18 @@ def _from_parts(
     return out
 
 
-def _read(entry: Spread, indices: Sequence[Index]) -> tuple[list[Array], bool]:
+def _is_read_whole(entry: Spread) -> bool:
+    return isinstance(entry.value, Unread) and not entry.value.stored.is_read_in_parts
+
+
+def _read(entry: Spread, indices: Sequence[Index], wholes: Iterator[Array]) -> tuple[list[Array], bool]:
     """Return the values at some indices, and whether JAX may take over their memory."""
     value = entry.value
     if not isinstance(value, Unread):
         return [value[index] for index in indices], entry.owned
     if value.stored.is_read_in_parts:
         return [value.stored.part(index) for index in indices], True
-    whole = value.stored.read()
+    whole = next(wholes)
     parts = [whole[index] for index in indices]
     return parts, len(parts) == 1 and parts[0].size == whole.size  # else the whole would stay, for some of its parts
 
@@ -133,18 +139,27 @@ def _check(entry: Spread, value: Array, misfits: Misfits) -> None:
 # ---------------------------------------------------------------- by Orbax
 
 
+def _is_of_orbax(entry: Spread) -> bool:
+    return isinstance(entry.value, Unread) and isinstance(entry.value.stored.source, OrbaxArray)
+
+
 def _is_restored(entry: Spread) -> bool:
-    """Whether Orbax restores it: unless JAX has no arrays of its dtype, and it has to be cast on the host."""
-    if not isinstance(entry.value, Unread) or not isinstance(entry.value.stored.source, OrbaxArray):
+    """Whether Orbax restores it: not what every device holds whole, which it would read for each of them.
+
+    Nor where JAX has no arrays of its dtype, and it has to be cast on the host.
+    """
+    if not _is_of_orbax(entry) or entry.sharding.is_fully_replicated:
         return False
     return jax.dtypes.canonicalize_dtype(entry.value.dtype) == entry.value.dtype
 
 
 def _restored(entries: Sequence[Spread], misfits: Misfits) -> dict[str, jax.Array]:
+    if not entries:
+        return {}
     from lazymods.state.files.orbax_restoring import restore
 
     sources: list[Any] = [e.value.stored.source for e in entries if isinstance(e.value, Unread)]
-    arrays = restore(sources, [_where_to_restore(e.sharding) for e in entries])
+    arrays = restore(sources, [e.sharding for e in entries])
     out = {}
     for entry, array in zip(entries, arrays, strict=True):
         for shard in array.addressable_shards if array.dtype != entry.dtype or array.dtype == np.bool_ else ():
@@ -153,9 +168,3 @@ def _restored(entries: Sequence[Spread], misfits: Misfits) -> dict[str, jax.Arra
         cast = array if array.dtype == entry.dtype else array.astype(entry.dtype)
         out[entry.name] = cast if cast.sharding == entry.sharding else put(cast, entry.sharding)
     return out
-
-
-def _where_to_restore(sharding: Any) -> Any:
-    """Return where Orbax restores: what every device holds whole on one of them, for it would be read for each."""
-    here = sorted(sharding.addressable_devices, key=lambda device: device.id)
-    return jax.sharding.SingleDeviceSharding(here[0]) if sharding.is_fully_replicated and here else sharding
