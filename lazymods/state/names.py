@@ -24,6 +24,7 @@ PREFIXES = ("module", "_orig_mod", "model", "params", "batch_stats")
 _LEAVES = {"running_mean": "mean", "running_var": "var"}  # as PyTorch says; a norm's "weight" is told by its rank
 _NORM_LEAVES = {"gamma": "weight", "beta": "bias"}  # as TensorFlow and older files of transformers say
 _NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm)
+_WRAPPING = (nnx.WeightNorm, nnx.SpectralNorm)  # PyTorch gives what they wrap no name
 _LAYER = re.compile(r"((?:weight|bias)_(?:ih|hh|hr))_l(\d+)(_reverse)?")
 _LORA = re.compile(r"(^|\.)(lora_[AB])\.[^.]+\.weight$")  # with the name of one of several adapters
 _BASE = "base_layer."  # what PEFT wraps
@@ -75,7 +76,8 @@ class _Matcher:
         for name, tensor in tensors.items():
             new = bare[name]
             if new.startswith(off) and (off or on) and not self._fits(new):
-                new = self._bare(on + new.removeprefix(off))
+                moved = self._bare(on + new.removeprefix(off))
+                new = moved if self._fits(moved) else new
             new = new if self._is_known(new) else self._match(new, tensor)
             if new in out or (new != name and new in tensors):
                 new = name
@@ -131,7 +133,8 @@ class _Matcher:
             return rest[0] in _PROJECTIONS
         if _LAYER.fullmatch(rest[0]):
             return isinstance(node, (nnx.RNN, nnx.Bidirectional)) or module in self.stacks
-        return module in self.holders and (len(rest) == 1 or rest[0] in _BELOW)
+        holds = module in self.holders or isinstance(node, _WRAPPING)
+        return holds and (len(rest) == 1 or rest[0] in _BELOW)
 
     # ------------------------------------------------------------ prefixes
 
@@ -159,11 +162,15 @@ class _Matcher:
         """Return the prefix to take off the names that have it, or the one to put on: by which the most names fit.
 
         Both are empty if all names fit as they are, or if two prefixes would do. One is never put in another's place:
-        an encoder's weights are no decoder's.
+        an encoder's weights are no decoder's. Nor does a prefix bring entries to a module that has some without it:
+        these are two modules in the file, a student's and its teacher's. Where some names fit as they are, a prefix
+        that leads to a single module is taken for chance.
         """
         lost = [name for name in names if not self._fits(name)]
         if not lost:
             return "", ""
+        reached = {self._owner(name) for name in names if self._fits(name)}
+        fewest = 2 if reached else 1
         sample = lost[:: -(-len(lost) // _MAX_SAMPLE)]
         taken = set(names)
         offs = {".".join(parts[:i]) + "." for name in sample for parts in [name.split(".")] for i in _range(parts)}
@@ -172,10 +179,16 @@ class _Matcher:
         for off, on in (*((off, "") for off in sorted(offs)), *(("", f"{path}.") for path in ons)):
             found = {name: self._bare(on + name.removeprefix(off)) for name in sample if name.startswith(off)}
             fitting = {(name, new) for name, new in found.items() if new not in taken and self._fits(new)}
-            readings.setdefault(frozenset(fitting), (off, on))
+            owners = {self._owner(new) for new in found.values() if self._fits(new)}
+            if len(owners) >= fewest and not owners & reached:
+                readings.setdefault(frozenset(fitting), (off, on))
         most = max(map(len, readings), default=0)
         best = [prefixes for reading, prefixes in readings.items() if len(reading) == most]
         return best[0] if most and len(best) == 1 else ("", "")
+
+    def _owner(self, name: str) -> str | None:
+        """Return the module that a name leads to."""
+        return self.module(".".join(name.split(".")[: self._depth(name)]))
 
     # ------------------------------------------------------------ names
 

@@ -67,7 +67,8 @@ _REFUSED = {
 _CONSTANT_NAME = re.compile(
     r"torch\.(?:u?int\d+|float\w*|bfloat16|complex\d+|bool|q\w+|bits\w+|per_(?:tensor|channel)\w+)"
 )
-_MAKES_TENSORS = re.compile(r"torch\.(_utils|_tensor|storage|_C)\..*|torch\.\w*(Storage|_tensor)")
+_FUNCTIONS = r"_nn\.|_VariableFunctions"  # torch.relu and others, which a module may have for an attribute
+_MAKES_TENSORS = re.compile(rf"torch\.(_utils|_tensor|storage|_C(?!\.({_FUNCTIONS})))\..*|torch\.\w*(Storage|_tensor)")
 _TENSOR = re.compile(r"torch\.(\w+\.)?\w*Tensor")
 _HARMFUL = re.compile(
     r"(io|_io|os|posix|nt|subprocess|sys|pty|socket|shutil|runpy|importlib|ctypes|code|pickle|marshal|webbrowser)\..*"

@@ -74,7 +74,7 @@ def _of_object(value: Opaque, done: dict[int, Any], depth: int) -> Any:
     out = ModuleState()
     for name, child in attributes:
         found = _converted(child, done, depth + 1)
-        if not isinstance(found, (Opaque, dict)) or isinstance(found, ModuleState):
+        if not isinstance(found, (Opaque, dict)) or (isinstance(found, ModuleState) and found):
             out[name] = found
     return out
 

@@ -43,7 +43,7 @@ class Named(NamedTuple):
 
     Attributes:
         tensors: The tensors and other values by name.
-        roots: If there is no tensor among the values of the tree itself: which of these are mappings that have some.
+        roots: Which of the tree's values are mappings that have tensors; none, if the tree is a module.
         ties: Names of tensors that share all of their memory, in groups.
     """
 
@@ -71,8 +71,8 @@ def named(path: Path, data: Array, tree: Any, places: Mapping[str, int], *, is_s
     names.add("", tree, 0)
     expanded = [t for t in names.found.values() if isinstance(t, StoredTensor)]
     check_unpacked(path, sum(t.nbytes for t in expanded), len(data))
-    is_flat = isinstance(tree, ModuleState) or any(isinstance(value, Tensor) for value in tree.values())
-    roots = () if is_flat else tuple(str(key) for key, value in tree.items() if names.holds_tensors(value))
+    is_module = isinstance(tree, ModuleState)
+    roots = () if is_module else tuple(str(key) for key, value in tree.items() if names.holds_tensors(value))
     return Named(names.found, roots, names.ties.values())
 
 

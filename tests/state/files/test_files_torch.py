@@ -14,7 +14,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_files import archive_of, assert_same, is_mapped, refusal, stream_of, values, zipped
+from flax import nnx
 
+import lazymods as lm
 from lazymods.state.files.opening import open_checkpoint
 from lazymods.state.files.torch_calls import Global, Opaque
 
@@ -137,7 +139,7 @@ def test_parts_of_a_file(tmp_path: Path, options: dict[str, Any]) -> None:
     names = ["epoch", "optimizer.state.0.m", "optimizer.param_groups", *(f"net.{name}" for name in GOOD)]
     assert list(values(path)) == names
     assert open_checkpoint(path).roots == ("optimizer", "net")
-    assert open_checkpoint(saved(path, {"model": tensors(), "mean": torch.ones(1)}, **options)).roots == ()
+    assert open_checkpoint(saved(path, {"model": tensors(), "mean": torch.ones(1)}, **options)).roots == ("model",)
 
 
 def test_nested_mappings_and_other_values(tmp_path: Path) -> None:
@@ -246,6 +248,73 @@ def test_torchscript(tmp_path: Path, how: str) -> None:
     made = torch.jit.script(net) if how == "script" else torch.jit.trace(net, torch.randn(1, 3, 5, 5))
     made.save(tmp_path / "m.pt")
     assert_is_state_of(net, values(tmp_path / "m.pt"))
+
+
+PARAMETERLESS = [
+    *(torch.nn.ReLU(), torch.nn.Dropout(0.1), torch.nn.Identity(), torch.nn.Flatten(), torch.nn.MaxPool2d(2)),
+    *(torch.nn.ModuleList(), torch.nn.Sequential(torch.nn.GELU()), torch.nn.LayerNorm(3, elementwise_affine=False)),
+]
+
+
+class Acting(torch.nn.Module):
+    def __init__(self, act: Any) -> None:
+        super().__init__()
+        self.a, self.act, self.b = torch.nn.Linear(3, 3), act, torch.nn.Linear(3, 3)
+
+
+def two_linears() -> Any:
+    return nnx.Dict(a=lm.LazyLinear(3, rngs=nnx.Rngs(0)), b=lm.LazyLinear(3, rngs=nnx.Rngs(0)))
+
+
+def assert_loads(path: Path, net: Any, **options: Any) -> None:
+    model = two_linears()
+    assert tuple(lm.load(model, path, layout="torch", **options)) == ([], [], [])
+    for name in ("a", "b"):
+        np.testing.assert_array_equal(model[name].kernel[...], getattr(net, name).weight.detach().numpy().T)
+
+
+FUNCTIONS = [torch.nn.functional.relu, torch.nn.functional.gelu, torch.relu, torch.tanh, torch.sigmoid]
+
+
+@pytest.mark.parametrize("act", [*PARAMETERLESS, *FUNCTIONS], ids=lambda act: getattr(act, "__name__", str(act)))
+def test_a_whole_module_that_has_parts_without_tensors(tmp_path: Path, act: Any) -> None:
+    net = Acting(act)
+    assert_loads(saved(tmp_path / "m.pt", net), net)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["script", "trace"])
+def test_torchscript_of_parts_without_tensors(tmp_path: Path, how: str) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU(), torch.nn.Linear(3, 3))
+    made = torch.jit.script(net) if how == "script" else torch.jit.trace(net, torch.randn(1, 3))
+    made.save(tmp_path / "m.pt")
+    model = nnx.Sequential(lm.LazyLinear(3, rngs=nnx.Rngs(0)), nnx.relu, lm.LazyLinear(3, rngs=nnx.Rngs(0)))
+    assert tuple(lm.load(model, tmp_path / "m.pt", layout="torch")) == ([], [], [])
+
+
+BESIDE = {
+    "a loss": {"loss": torch.tensor(0.5), "epoch": 3},
+    "a parameter": {"loss": torch.nn.Parameter(torch.tensor(0.5))},
+    "a random state": {"rng_state": torch.get_rng_state(), "cuda": [torch.get_rng_state()]},
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("key", ["model_state_dict", "model", "net"])
+def test_a_state_dict_beside_tensors_that_are_none_of_it(tmp_path: Path, key: str, beside: str) -> None:
+    net = Acting(torch.nn.ReLU())
+    optimizer = torch.optim.Adam(net.parameters())
+    path = saved(tmp_path / "m.pt", {key: net.state_dict(), "optimizer": optimizer.state_dict()} | BESIDE[beside])
+    assert_loads(path, net)
+
+
+def test_two_state_dicts_beside_a_tensor_are_not_chosen_from(tmp_path: Path) -> None:
+    net, other = Acting(torch.nn.ReLU()), Acting(torch.nn.ReLU())
+    state = {"model": net.state_dict(), "model_ema": other.state_dict(), "loss": torch.tensor(0.5)}
+    path = saved(tmp_path / "m.pt", state)
+    with pytest.raises(lm.CheckpointError, match="several state dicts that fit the model: model, model_ema"):
+        lm.load(two_linears(), path, layout="torch", strict=False)
+    assert_loads(path, net, root="model")
 
 
 def test_a_module_that_holds_itself(tmp_path: Path) -> None:

@@ -118,6 +118,60 @@ def test_a_root_of_a_file_with_ties(tmp_path: Path) -> None:
         result = lm.load(model, tmp_path / "m.pt", layout="torch", root="ema")
     assert result.root == "ema" and "beside model" in repr(result)
 
+STUDENT = {"fc.weight": weight(4, 4), "out.weight": weight(4, 4)}
+TEACHER = {name: weight(*value.shape) for name, value in STUDENT.items()}
+
+
+def student() -> Any:
+    return nnx.Dict(fc=lm.LazyLinear(4, rngs=R(0)), out=linear())
+
+
+@pytest.mark.parametrize("layout", ["torch", "flax"])
+@pytest.mark.parametrize("options", [{}, {"ignore": "^teacher"}, {"ignore": "^teacher", "missing": "fc.bias"}], ids=str)
+def test_another_module_of_the_file_gives_nothing_to_one_that_has_entries(layout: str, options: dict[str, Any]) -> None:
+    teacher = TEACHER | {"fc.bias": weight(4)}
+    given = STUDENT | {f"teacher.{name}": value for name, value in teacher.items()}
+    if layout == "flax":
+        given = {name.replace("weight", "kernel"): value for name, value in given.items()}
+    model = student()
+    if "missing" in options:
+        assert lm.load(model, given, layout=layout, **options).missing == ["fc.bias"]
+        assert not model["fc"].bias[...].any()
+        return
+    with pytest.raises(lm.StateDictError, match=r"fc\.bias\n  got:    no entry in the mapping"):
+        lm.load(model, given, layout=layout, **options)
+
+
+@pytest.mark.parametrize("name", ["bias", "weight"])
+def test_an_entry_of_the_root_is_no_module_s(name: str) -> None:
+    model = nnx.Dict(fc=lm.LazyLinear(4, rngs=R(0)), norm=lm.LazyRMSNorm(rngs=R(0)))
+    given = {"fc.weight": weight(4, 4), "fc.bias": weight(4), "norm.weight": weight(4)}
+    del given[{"bias": "fc.bias", "weight": "norm.weight"}[name]]
+    with pytest.raises(lm.StateDictError) as caught:
+        load(model, given | {name: weight(4)})
+    assert caught.value.unexpected == [name]
+
+
+def test_what_a_prefix_does_not_bring_to_a_place_keeps_its_name() -> None:
+    arrays = body_arrays("bert.layers.") | {"bert.norm.weight": weight(4), "loss": weight(1)}
+    arrays["bert.pooler.x"] = weight(2)
+    result = load(MODELS["flat"](), arrays, strict=False)
+    assert (result.missing, sorted(result.unexpected)) == ([], ["bert.pooler.x", "loss"])
+
+
+def test_a_weight_normed_layer_that_is_the_model() -> None:
+    model = nnx.WeightNorm(nnx.Linear(6, 4, rngs=R(0)), rngs=R(0))
+    given = {
+        "parametrizations.weight.original0": weight(4, 1),
+        "parametrizations.weight.original1": weight(4, 6),
+        "bias": weight(4),
+    }
+    load(model, given)
+    v = given["parametrizations.weight.original1"]
+    x = weight(2, 6)
+    want = x @ (given["parametrizations.weight.original0"] * v / np.linalg.norm(v, axis=1, keepdims=True)).T
+    np.testing.assert_allclose(np.asarray(model(x)), want + given["bias"], rtol=1e-5, atol=1e-6)
+
 
 # ---------------------------------------------------------------- names in modules
 
