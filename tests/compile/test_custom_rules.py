@@ -52,6 +52,7 @@ RULES = {f.__name__: f for f in (with_vjp, with_jvp, with_gradient, with_closure
 KEPT = pytest.mark.xfail(
     jax.config.jax_check_tracer_leaks,  # type: ignore[attr-defined]
     reason="JAX keeps a rule's functions in the jaxpr, with what they close over: a leak to it under jax.jit too",
+    strict=False,  # not in every way of calling them
 )
 MARKED = [pytest.param(name, marks=[KEPT] * (name in ("with_vjp", "with_jvp", "with_gradient"))) for name in RULES]
 X = jnp.linspace(-2.0, 2.0, 8).reshape(2, 4)

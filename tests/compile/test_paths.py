@@ -333,6 +333,10 @@ def test_no_array_stays():
     assert [a() for a in alive] == [None] * 6
 
 
+@pytest.mark.xfail(
+    jax.config.jax_check_tracer_leaks,  # type: ignore[attr-defined]
+    reason="jax keeps no programs while it looks for leaks",
+)
 def test_equal_segments_share_a_program():
     compiles = []
 
