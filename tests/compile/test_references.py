@@ -154,6 +154,7 @@ def test_variables_that_hold_references_train_as_flax_does(donate_state: bool) -
     jax.config.jax_check_tracer_leaks and jax.__version_info__ < (0, 11),  # type: ignore[attr-defined]
     raises=IndexError,
     reason="jax's checker fails itself at a jitted write to a mutable Variable",
+    strict=False,  # not at one that it has a program for
 )
 @pytest.mark.parametrize("check", [False, True], ids=["", "check"])
 def test_mutable_variables_are_as_under_jax_jit(check: bool) -> None:
