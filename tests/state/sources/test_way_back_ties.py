@@ -82,3 +82,90 @@ def test_buffers_that_were_left_out_are_the_file_s(tmp_path: Path, kind: str, op
     np.testing.assert_array_equal(out["a.is_set"], [True, False])
     for name in floats:
         np.testing.assert_array_equal(out[name], [0.5, 0.5])
+
+
+# ---------------------------------------------------------------- what the model ties, and the file has once
+
+
+class Twice(nnx.Module):
+    """One module under two names, and a parameter of it in a third one."""
+
+    def __init__(self, layer: Any, other: Any) -> None:
+        self.a, self.b, self.c = layer, layer, other
+
+
+CELLS = {
+    "linear": (lambda: torch.nn.Linear(3, 3), lambda: lm.LazyLinear(3, rngs=R(0))),
+    "batch norm": (lambda: torch.nn.BatchNorm1d(3), lambda: lm.LazyBatchNorm1d(rngs=R(0))),
+    "lstm": (lambda: torch.nn.LSTM(3, 3), lambda: nnx.RNN(lm.LazyOptimizedLSTMCell(3, rngs=R(0)))),
+    "attention": (
+        lambda: torch.nn.MultiheadAttention(4, 2),
+        lambda: lm.LazyMultiHeadAttention(2, decode=False, rngs=R(0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_model_s_other_names_of_a_tie_are_not_added(name: str) -> None:
+    make, build = CELLS[name]
+    net = torch.nn.ModuleDict({"a": make()})
+    model = Twice(build(), build())
+    lm.load(model.c, make(), layout="torch")
+    result = lm.load(model, net, layout="torch", missing="^c")
+    out = lm.export_torch(model, like=result)
+    own = {n for n in out if n.startswith("c.")}
+    assert own  # what the file does not have at all is written
+    twin = torch.nn.ModuleDict({"a": make()})
+    twin.load_state_dict({n: torch.from_numpy(v) for n, v in out.items() if n not in own})
+
+
+def test_one_parameter_of_a_layer_is_tied_by_the_model() -> None:
+    net = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3)})
+    model = nnx.Dict(a=linear(3), c=nnx.Linear(3, 3, rngs=R(0)))
+    lm.load(model.a, net["a"], layout="torch")
+    model.c.kernel = model.a.kernel
+    result = lm.load(model, net, layout="torch", missing="^c[.]bias")
+    assert list(lm.export_torch(model, like=result)) == ["a.weight", "a.bias", "c.bias"]
+
+
+# ---------------------------------------------------------------- Flax's names and layouts
+
+
+FLAX = {"x.kernel": np.arange(6, dtype=np.float16).reshape(2, 3), "x.bias": np.arange(3, dtype=np.float64)}
+
+
+@pytest.mark.parametrize("kind", ["arrays", "nested", "tensors", "file"])
+@pytest.mark.parametrize("rename", [None, {"x.kernel": "fc.kernel", "x.bias": "fc.bias"}, [("^x", "fc")]])
+def test_a_load_of_flax_s_layout_is_written_as_it_was(tmp_path: Path, kind: str, rename: Any) -> None:
+    lm.save(FLAX, tmp_path / "m.safetensors")
+    source = {
+        "arrays": FLAX,
+        "nested": {"x": {"kernel": FLAX["x.kernel"], "bias": FLAX["x.bias"]}},
+        "tensors": {name: torch.from_numpy(value) for name, value in FLAX.items()},
+        "file": tmp_path / "m.safetensors",
+    }[kind]
+    model = nnx.Dict({"x" if rename is None else "fc": linear(3)})
+    result = lm.load(model, source, rename=rename)
+    out = lm.export_torch(model, like=result)
+    assert {name: value.dtype for name, value in out.items()} == {name: value.dtype for name, value in FLAX.items()}
+    for name, value in FLAX.items():
+        np.testing.assert_array_equal(out[name], value)
+
+
+def test_random_state_that_the_file_has_is_written(tmp_path: Path) -> None:
+    model = nnx.Dict(fc=nnx.Linear(2, 3, rngs=R(0)), drop=nnx.Dropout(0.5, rngs=R(7)))
+    for include in (True, False):
+        lm.save(model, tmp_path / "m.safetensors", include_rng=include)
+        twin = nnx.clone(model)
+        out = lm.export_torch(twin, like=lm.load(twin, tmp_path / "m.safetensors"))
+        stored = lm.open(tmp_path / "m.safetensors")
+        assert set(out) == set(stored)
+        for name in stored:
+            np.testing.assert_array_equal(out[name], stored[name])
+
+
+def test_a_model_without_values_has_no_way_back_to_flax_s_names() -> None:
+    model = nnx.Dict(x=linear(3))
+    result = lm.load(model, FLAX)
+    with pytest.raises(lm.UninitializedError):
+        lm.export_torch(nnx.Dict(x=linear(3)), like=result)
