@@ -13,8 +13,6 @@ from lazymods.state.layouts.site import Array, Refusal, Site
 class Layout:
     """How the axes of one parameter lie; this one leaves them as they are."""
 
-    spectral_dim = 0
-
     def check(self, array: Array, site: Site) -> None:
         """Raise :class:`Refusal` if Flax cannot hold PyTorch's values."""
 
@@ -48,10 +46,9 @@ class Axes(NamedTuple):
 class Kernel(Layout):
     """A kernel whose axes are permuted, some of them reversed; views only, but for a flattened input."""
 
-    def __init__(self, axes: Callable[[Site], Axes], spectral_dim: int = 0, entry: str = "kernel") -> None:
+    def __init__(self, axes: Callable[[Site], Axes], entry: str = "kernel") -> None:
         self.axes = axes
         self.entry = entry
-        self.spectral_dim = spectral_dim
 
     def to_flax(self, array: Array, site: Site) -> Array:
         """Permute and flip."""

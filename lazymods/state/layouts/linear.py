@@ -155,7 +155,7 @@ _EINSUM = Cannot(
 
 LINEAR = Simple(Field("weight", "kernel", Kernel(lambda site: Axes((1, 0)))), BIAS, flattens=True)
 CONV = Simple(Field("weight", "kernel", Kernel(_conv_axes)), BIAS)
-CONV_TRANSPOSE = Simple(Field("weight", "kernel", _Transposed(_transposed_axes, spectral_dim=1)), BIAS)
+CONV_TRANSPOSE = Simple(Field("weight", "kernel", _Transposed(_transposed_axes)), BIAS)
 LINEAR_GENERAL = Simple(Field("weight", "kernel", _Flat()), Field("bias", "bias", _FlatBias()), flattens=True)
 EINSUM: Rule = Simple(cannot=(_EINSUM,))
 EMBED = Simple(Field("weight", "embedding", AS_IS))

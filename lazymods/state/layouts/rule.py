@@ -120,7 +120,7 @@ class Simple(Rule):
             if scale is not None and parts is not None:
                 self._read_normed(site, file, field, scale, parts)
                 continue
-            part = file.take(site, field.torch, field.layout.spectral_dim)
+            part = file.take(site, field.torch)
             if part is not None:
                 self._give(site, file, field, part)
         for counter in self.counters:
