@@ -19,14 +19,14 @@ from lazymods._errors import describe
 from lazymods._initial.keys import is_key
 from lazymods._layer import lifecycle, stacks
 from lazymods._shardings import Rules
-from lazymods.state import modes
+from lazymods.state import modes, tied_heads
 from lazymods.state.beside import Beside
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, check_booleans, is_mapped, printable, refuse
 from lazymods.state.flow import Rename, has_array_rules
 from lazymods.state.load import LoadResult, Origin, load_entries
 from lazymods.state.load_plan import is_spread_place
-from lazymods.state.noted import WayBack, forget_values, same_entries
+from lazymods.state.noted import WayBack, forget_values, is_buffer, tied_names
 from lazymods.state.parts import may_fit, part_of
 from lazymods.state.placing import Placing, is_placed, placing_for
 from lazymods.state.prepared import Prepared, prepare, why_missing
@@ -196,7 +196,7 @@ def load(
     result.ignored = [begin + s for name in left for s in prepared.sources[name]]
     result.root = begin.rstrip(".")
     result.notes = [*_notes(left, begin, roots), *prepared.notes, *result.notes]
-    result.way_back = _way_back(file, layout, flatten, prepared, result, left)
+    result.way_back = _way_back(survey, file, layout, flatten, prepared, result, left)
     return result
 
 
@@ -260,6 +260,7 @@ def _notes(left: Mapping[str, str | None], begin: str, roots: Collection[str]) -
 
 
 def _way_back(
+    survey: Survey,
     file: Checkpoint,
     layout: str,
     flatten: Mapping[str, Sequence[int]] | None,
@@ -270,21 +271,29 @@ def _way_back(
     """Note what the way back needs."""
     flow, final = prepared.flow, prepared.final
     loaded = {name for model_name in result.matched for name in prepared.laid.get(model_name, ())}
-    buffers = [name for name, what in left.items() if what is not None]
     file_name = {id(entry): name for name, entry in flow.originals.items()}
-    kept = {}
-    for name in {*prepared.swallowed, *buffers} & final.keys() - loaded:
+    wanted = {s for n, found in prepared.laid.items() if base_name(n) in survey.places for s in found}
+    known = {*prepared.swallowed, *(name for name, what in left.items() if what is not None)}
+    kept, rest = {}, [dropped.entry for dropped in flow.dropped]
+    for name in final.keys() - loaded:
         entry = final[name]
-        if id(entry) in file_name and isinstance(entry.tensor, StoredTensor):
+        source = file_name.get(id(entry))
+        if source is None or not isinstance(entry.tensor, StoredTensor):
+            continue
+        if name in known or (name not in wanted and is_buffer(file, source, entry.tensor)):
             values = np.asarray(entry.tensor.read())
-            kept[file_name[id(entry)]] = np.array(values) if file.in_memory else values
-    used = {source for name in loaded for source in final[name].sources}
-    tied: dict[str, str] = {}
-    dropped = [d.entry for d in flow.dropped] + [final[name] for name, what in left.items() if what is None]
-    doubles = same_entries([e for e in dropped if id(e) in file_name], [flow.originals[name] for name in used])
-    for group in (*([kept_name, alias] for alias, kept_name in file.aliases.items()), *file.ties, *doubles):
-        found = [name for name in group if name in used]
-        tied |= {name: found[0] for name in group if found and name not in used}
+            kept[source] = np.array(values) if file.in_memory else values
+        else:
+            rest.append(entry)
+    used = {source: flow.originals[source] for name in loaded for source in final[name].sources}
+    embeddings = [
+        final[laid].sources[0]
+        for name in result.matched
+        if name in survey.places and tied_heads.is_embedding(survey.places[name])
+        for laid in prepared.laid.get(name, ())
+        if id(final[laid]) in file_name
+    ]
+    tied = tied_names(file, used, embeddings, [entry for entry in rest if id(entry) in file_name])
     forget_values(flow)
     stacked = {name: levels for name, levels in prepared.stacked.items() if name in result.matched}
     return WayBack(layout, flatten, flow.originals, flow.applied, final, frozenset(loaded), kept, tied, stacked)

@@ -33,8 +33,11 @@ def export_torch(
 
     With ``like`` it is the inverse of that load: the file's names, its prefix and its fused or separate projections,
     each array laid, shaped and typed as there, so that a strict ``load_state_dict`` of PyTorch takes it. Buffers that
-    the load has left out are the file's; what ``rename`` has dropped is left out, unless it was tied to what was
-    loaded. Parameters that the file did not have are written under their own names.
+    the load has left out, known ones, whole numbers and those of a ``torch.nn.Module``, are the file's. What ``rename``
+    has dropped is left out, and parameters that ``ignore`` or ``strict=False`` has, unless they are tied to what was
+    loaded: one tensor under two names, as PyTorch's files and :func:`save` tell; in other files an output layer
+    (``lm_head``) with the numbers of an embedding of the model. Parameters that the file did not have are written
+    under their own names.
 
     Args:
         model: An nnx module, initialized.

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from lazymods._errors import Problem
 from lazymods._initial.stacking import Shape
 from lazymods.state.files.stored import Array, StoredTensor, printable
+from lazymods.state.values import as_array
 
 
 class Entry:
@@ -245,8 +247,12 @@ def stacked(arrays: Sequence[Array], axis: int) -> Array:
 
 def remembered(tensor: Any, *, values: bool) -> Any:
     """Return what says a tensor's shape and dtype, and holds its values, read now, or none."""
-    if not isinstance(tensor, StoredTensor):
-        return None
+    if not isinstance(tensor, StoredTensor):  # an array of a mapping, which a load of Flax's layouts takes as it is
+        array = as_array(tensor)
+        if array is None:
+            return None
+        array = array if hasattr(array, "dtype") else np.asarray(array)
+        return StoredTensor("", tuple(array.shape), np.dtype(array.dtype), Path(), _values_are_gone)
     read = functools.partial(np.asarray, tensor.read()) if values else _values_are_gone
     return StoredTensor(tensor.name, tensor.shape, tensor.dtype, tensor.file, read)
 

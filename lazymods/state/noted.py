@@ -6,10 +6,10 @@ Only shapes, dtypes and names are kept, and the values of what no model holds: b
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from lazymods.state.files.stored import Array, StoredTensor
+from lazymods.state.files.stored import Array, Checkpoint, StoredTensor
 from lazymods.state.flow import Applied, Entry, Flow, remembered
 from lazymods.state.values import same_values
 
@@ -49,24 +49,50 @@ def forget_values(flow: Flow) -> None:
         entry.tensor = remembered(entry.tensor, values=id(entry) in kept)
 
 
-def same_entries(left_out: Sequence[Entry], used: Sequence[Entry]) -> list[list[str]]:
-    """Return the names of entries that were left out, each with that of a used one of the same bits: a tied head."""
-
-    def kind(entry: Entry) -> Any:
-        tensor = entry.tensor
-        return (tensor.shape, tensor.dtype) if isinstance(tensor, StoredTensor) and len(tensor.shape) > 1 else None
-
-    alike: dict[Any, list[Entry]] = {}
-    for entry in used if left_out else ():
-        alike.setdefault(kind(entry), []).append(entry)
-    pairs = []
-    for entry in left_out:
-        for other in alike.get(kind(entry), ()) if kind(entry) else ():
-            if _starts_as(entry.tensor, other.tensor) and same_values(entry.tensor.read(), other.tensor.read()):
-                pairs.append([entry.sources[0], other.sources[0]])
-                break
-    return pairs
+def is_buffer(file: Checkpoint, name: str, tensor: StoredTensor) -> bool:
+    """Say whether an entry of a file is a buffer and no parameter, as numbers that have no gradient are."""
+    return tensor.dtype.kind in "biu" or name in (file.buffers or ())
 
 
-def _starts_as(one: StoredTensor, other: StoredTensor) -> bool:
-    return same_values(one.read()[:1], other.read()[:1])
+# Output layers of language models, as PyTorch's modules call them.
+_HEAD = re.compile(
+    r"(.*?)((cls\.)?predictions\.decoder|generator_lm_head|lm_head(\.decoder)?|lm_loss|embed_out|output_projection"
+    r"|vocab_projector|pred_layer\.proj|proj_out|to_logits|generator|decoder|output|head)\.weight"
+)
+
+
+def tied_names(
+    file: Checkpoint, used: Mapping[str, Entry], embeddings: Collection[str], left: Sequence[Entry]
+) -> dict[str, str]:
+    """Return the names of entries that were left out, each with that of a used one that it is tied to in the file.
+
+    Tied is what has one memory: names that the file tells as one. Equal numbers alone are no tie: a target network
+    is a copy at first. Formats other than PyTorch's hold tied tensors twice or once; there an output layer that
+    has the very numbers of an embedding below the same module counts as tied to it.
+
+    Args:
+        file: The file.
+        used: Its entries that the model has, by the file's names.
+        embeddings: The names of those that an embedding of the model has as they are.
+        left: Entries that were left out.
+    """
+    pairs = [] if file.tells_ties else [found for entry in left for found in _same_embedding(entry, used, embeddings)]
+    tied: dict[str, str] = {}
+    for group in (*([kept, alias] for alias, kept in file.aliases.items()), *file.ties, *pairs):
+        found = [name for name in group if name in used]
+        tied |= {name: found[0] for name in group if found and name not in used}
+    return tied
+
+
+def _same_embedding(entry: Entry, used: Mapping[str, Entry], embeddings: Collection[str]) -> Iterator[list[str]]:
+    """Find the embedding of the very bits of an output layer, below the module that the layer hangs in."""
+    (name, *_) = entry.sources
+    match = _HEAD.fullmatch(name)
+    tensor = entry.tensor
+    if match is None or not isinstance(tensor, StoredTensor):
+        return
+    for other in embeddings:
+        held = used[other].tensor
+        if other.startswith(match[1]) and (held.shape, held.dtype) == (tensor.shape, tensor.dtype):
+            if same_values(tensor.read()[:1], held.read()[:1]) and same_values(tensor.read(), held.read()):
+                yield [name, other]

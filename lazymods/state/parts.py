@@ -80,7 +80,9 @@ def _below(file: Checkpoint, root: str) -> Checkpoint:
     for alias, kept in file.aliases.items():
         groups.setdefault(kept, [kept]).append(alias)
     within = [[n[size:] for n in group if n.startswith(root)] for group in (*groups.values(), *file.ties)]
-    return dataclasses.replace(file, tensors=tensors, aliases={}, weak=weak, roots=(), ties=[g for g in within if g])
+    ties = [group for group in within if group]
+    buffers = None if file.buffers is None else [n[size:] for n in file.buffers if n.startswith(root)]
+    return dataclasses.replace(file, tensors=tensors, aliases={}, weak=weak, roots=(), ties=ties, buffers=buffers)
 
 
 def _root_of(survey: Survey, file: Checkpoint, read: Reader) -> str:

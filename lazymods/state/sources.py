@@ -54,7 +54,9 @@ def read_source(
 
 def _in_memory(source: Any, *, as_stored: bool) -> Checkpoint:
     torch = sys.modules.get("torch")
+    buffers = None
     if torch is not None and isinstance(source, torch.nn.Module):
+        buffers = [name for name, _ in source.named_buffers(remove_duplicate=False)]
         title, named = f"the torch module {type(source).__name__}", dict(source.state_dict())
     elif isinstance(source, Mapping):
         title, named = "the mapping", dict(_flattened("", source, ()))
@@ -66,7 +68,7 @@ def _in_memory(source: Any, *, as_stored: bool) -> Checkpoint:
     ties = _ties(torch, named) if torch is not None else ()
     if as_stored:
         named = {name: _stored(name, value, path) for name, value in named.items()}
-    return Checkpoint(path, IN_MEMORY, named, ties=ties)
+    return Checkpoint(path, IN_MEMORY, named, ties=ties, buffers=buffers)
 
 
 def _flattened(prefix: str, mapping: Mapping[Any, Any], above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:

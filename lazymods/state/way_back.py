@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 
 from lazymods._errors import Problem
-from lazymods.state.entries import named_places
+from lazymods.state.entries import IMPL, named_places
 from lazymods.state.files.stored import Array, StoredTensor
 from lazymods.state.flow import Slices, Unfit
 from lazymods.state.layouts.computed import norm_over
-from lazymods.state.layouts.exporting import written
+from lazymods.state.layouts.exporting import check_ready, written
 from lazymods.state.layouts.importing import with_sizes
 from lazymods.state.layouts.site import Refusal
 from lazymods.state.layouts.table import sites
 from lazymods.state.noted import WayBack
+from lazymods.state.state_dict import state_dict
 from lazymods.state.values import as_array, cast_problem
 
 _WITHOUT = "lm.export_torch(model) without like"
@@ -40,9 +41,10 @@ def as_loaded(
         UninitializedError: If a parameter has no value yet.
     """
     if way.layout == "torch":
-        made, counters = _laid(model, way, flatten, problems)
+        made, counters, held = _laid(model, way, flatten, problems)
     else:
-        made, counters = _plain(model), set()
+        made, counters = _plain(model, way), set()
+        held = {name: [name] for name in made}
     values = {id(way.final[name]): value for name, value in made.items() if name in way.final}
     lost = [name for name in way.loaded if id(way.final[name]) not in values]
     out = _originals(way, _undo(way, values, problems), problems)
@@ -50,13 +52,25 @@ def as_loaded(
         got = "an entry of the file that the model's parameters were computed from"
         needed = "a parameter that the file has as it is: from these parts there is no way back"
         problems.append(Problem(name, got, needed, _WITHOUT))
+    second = _second_names(model, way, made, held)
     for name, value in made.items():
-        if name in way.final or name in counters or _is_zero_bias(name, value, way):
+        if name in way.final or name in counters or name in second or _is_zero_bias(name, value, way):
             continue
         if name in out:
             problems.append(Problem(name, "two entries of that name", "one", _WITHOUT))
         out[name] = _whole(value)
     return out
+
+
+def _second_names(model: Any, way: WayBack, made: Mapping[str, Any], held: Mapping[str, list[str]]) -> set[str]:
+    """Return the names, which the file does not have, of what it has under another one: the model ties them."""
+    places = named_places(model)
+    there = {places[n].identity for name in made if name in way.loaded for n in held.get(name, ()) if n in places}
+
+    def is_there(names: list[str]) -> bool:
+        return bool(names) and all(n in places and places[n].identity in there for n in names)
+
+    return {name for name in made if name not in way.final and is_there(held.get(name, []))}
 
 
 def _originals(way: WayBack, undone: Mapping[int, Any], problems: list[Problem]) -> dict[str, Array]:
@@ -72,19 +86,22 @@ def _originals(way: WayBack, undone: Mapping[int, Any], problems: list[Problem])
     return {name: out[name] for name in way.originals if name in out}
 
 
-def _plain(model: Any) -> dict[str, Array]:
-    """Return a model's arrays by their own names."""
-    out = {}
-    for name, place in named_places(model).items():
-        value = None if place.is_rng or place.lazy else as_array(place.value)
-        if value is not None:
-            out[name] = np.asarray(value)
-    return out
+def _plain(model: Any, way: WayBack) -> dict[str, Array]:
+    """Return a model's arrays by their own names, and the random state that the file has."""
+    places = named_places(model)
+    check_ready(model, {name: place for name, place in places.items() if not place.is_rng})
+    state = {name: as_array(value) for name, value in state_dict(model, include_rng=True).items()}
+    is_random = {n for name, place in places.items() if place.is_rng for n in (name, f"{name}.{IMPL}")}
+    return {
+        name: np.asarray(value)
+        for name, value in state.items()
+        if value is not None and (name in way.final or name not in is_random)
+    }
 
 
 def _laid(
     model: Any, way: WayBack, flatten: Mapping[str, Sequence[int]] | None, problems: list[Problem]
-) -> tuple[dict[str, Any], set[str]]:
+) -> tuple[dict[str, Any], set[str], dict[str, list[str]]]:
     """Return a model's arrays as PyTorch lays them, under the names that the layout was given."""
     found, wrong = with_sizes(list(sites(model)), flatten)
     made = written(model, found, names=way.final.keys(), stacked=way.stacked)
@@ -105,7 +122,7 @@ def _laid(
                 entries[magnitude], entries[name] = norm_over(_whole(value), shape).reshape(shape), value
             except Refusal as refusal:
                 problems.append(refusal.at(name))
-    return entries, made.counters
+    return entries, made.counters, made.held
 
 
 def _is_zero_bias(name: str, value: Any, way: WayBack) -> bool:

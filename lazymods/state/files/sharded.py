@@ -93,7 +93,9 @@ def _merged(
     aliases = {a: kept for f in files.values() for a, kept in f.aliases.items() if kept in tensors and a not in tensors}
     weak = [name for f in files.values() for name in f.weak if name in tensors]
     kind = "sharded " + next(iter(files.values())).format if files else "sharded"
-    return Checkpoint(path, kind, tensors, aliases, weak, check_sums=check_sums)
+    within = [[name for name in group if name in tensors] for f in files.values() for group in f.ties]
+    ties = [group for group in within if len(group) > 1]
+    return Checkpoint(path, kind, tensors, aliases, weak, ties=ties, check_sums=check_sums)
 
 
 def _read_index(path: Path) -> dict[str, str]:

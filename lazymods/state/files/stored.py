@@ -173,6 +173,7 @@ class Checkpoint:
         metadata: Texts that the file carries.
         roots: Beginnings of names, of parts of the file any one of which may be all that is meant.
         ties: Names of tensors that share all of their memory, in groups.
+        buffers: The names of tensors that are known to be no parameters, of a module of PyTorch; None: of no module.
         check_sums: Reads all that has a checksum which reading the tensors does not look at, and raises
             ``CheckpointError`` if one differs.
     """
@@ -185,12 +186,18 @@ class Checkpoint:
     metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
     roots: Collection[str] = ()
     ties: Collection[Sequence[str]] = ()
+    buffers: Collection[str] | None = None
     check_sums: Callable[[], None] = lambda: None
 
     @property
     def in_memory(self) -> bool:
         """Whether it is no file but arrays in memory, which are somebody's: JAX may not take them over."""
         return self.format == IN_MEMORY
+
+    @property
+    def tells_ties(self) -> bool:
+        """Whether tensors that share their memory are told by :attr:`ties`, so that equal ones are not tied else."""
+        return self.format == "PyTorch" or self.buffers is not None
 
     @property
     def title(self) -> str:

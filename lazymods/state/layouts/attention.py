@@ -66,7 +66,9 @@ class Attention(Rule):
             bias = biases[i] if biases else _first(site, file, projection.biases)
             self._give(site, file, projection, weight, bias)
         weight = _first(site, file, _OUTPUT.weights)
-        if weight is not None:
+        if weight is not None and weight.value.ndim == 3:
+            file.refuse(site, weight.sources[0], _other_rank(weight, 2))
+        elif weight is not None:
             heads = site.get(_OUTPUT.heads)
             file.put(site, "out.kernel", weight.map(lambda a: _split(a.T, 0, heads) if a.ndim == 2 else a))
         bias = _first(site, file, _OUTPUT.biases)
@@ -92,6 +94,9 @@ class Attention(Rule):
             if part is None:
                 continue
             if part.value.ndim != rank:
+                if len(site.shape(f"{to.flax}.{entry}") or ()) == part.value.ndim:  # it would fit, and be another's
+                    file.refuse(site, part.sources[0], _other_rank(part, rank))
+                    continue
                 file.put(site, f"{to.flax}.{entry}", part)
             elif part.value.shape[0] % heads:
                 got = f"{part.value.shape[0]} {to.flax} features for {to.heads}={heads}"
@@ -164,6 +169,11 @@ class Attention(Rule):
             if name not in found or found[name].ndim != rank:
                 got = f"no {name}" if name not in found else f"{name} of shape {found[name].shape}"
                 raise Refusal(got, "a kernel with one axis of heads", "an nnx.MultiHeadAttention that is not stacked")
+
+
+def _other_rank(part: Part, rank: int) -> Refusal:
+    got, needed = f"shape {part.value.shape}", f"{rank} {'axis' if rank == 1 else 'axes'}, as PyTorch has"
+    return Refusal(got, needed, "layers of their own, which lm.rules.Stack makes one of")
 
 
 def _first(site: Site, file: TorchFile, entries: tuple[str, ...]) -> Part | None:

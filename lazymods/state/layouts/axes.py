@@ -13,8 +13,6 @@ from lazymods.state.layouts.site import Array, Refusal, Site
 class Layout:
     """How the axes of one parameter lie; this one leaves them as they are."""
 
-    spectral_dim = 0
-
     def check(self, array: Array, site: Site) -> None:
         """Raise :class:`Refusal` if Flax cannot hold PyTorch's values."""
 
@@ -48,15 +46,15 @@ class Axes(NamedTuple):
 class Kernel(Layout):
     """A kernel whose axes are permuted, some of them reversed; views only, but for a flattened input."""
 
-    def __init__(self, axes: Callable[[Site], Axes], spectral_dim: int = 0) -> None:
+    def __init__(self, axes: Callable[[Site], Axes], entry: str = "kernel") -> None:
         self.axes = axes
-        self.spectral_dim = spectral_dim
+        self.entry = entry
 
     def to_flax(self, array: Array, site: Site) -> Array:
         """Permute and flip."""
         order, flipped = self.axes(site)
-        extra = array.ndim - len(order)
-        if extra < 0 or (extra and len(site.shape("kernel") or ()) != array.ndim):
+        extra = stacked_axes(array, len(order), site, self.entry)
+        if extra is None:
             return array
         if extra:  # stacked layers
             order = (*range(extra), *(axis + extra for axis in order))
@@ -71,6 +69,22 @@ class Kernel(Layout):
         check_rank(array, len(order), site)
         array = np.flip(array.transpose(np.argsort(order)), flipped)
         return array if site.sizes is None else channels_first(array, site.sizes)
+
+
+def stacked_axes(array: Array, rank: int, site: Site, entry: str, own: int | None = None) -> int | None:
+    """Return how many first axes of an array are stacked layers, which the model has too; None if its rank is another.
+
+    Args:
+        array: PyTorch's values.
+        rank: How many axes PyTorch's have in one layer.
+        site: The module.
+        entry: Its entry that the values are for.
+        own: How many the model's have in one layer; None: as many.
+    """
+    extra = array.ndim - rank
+    own = rank if own is None else own
+    is_so = extra == 0 or (extra > 0 and len(site.shape(entry) or ()) - extra == own)
+    return extra if is_so else None
 
 
 def check_rank(array: Array, rank: int, site: Site) -> None:

@@ -1,7 +1,7 @@
 """What PyTorch computes a parameter from: weight norm, spectral norm, pruning.
 
-The file holds the parts only. Spectral norm is computed as PyTorch does in eval mode, from the stored vectors, over the
-axes of its default (``dim=1`` for transposed convolutions, 0 for all else), which a square weight cannot tell.
+The file holds the parts only. Spectral norm is computed as PyTorch does in eval mode, from the stored vectors. Over
+which axis it went the shapes tell, or else the vectors: one of them is the weight's product with the other, normalized.
 """
 
 from __future__ import annotations
@@ -34,32 +34,64 @@ def norm_over(v: Array, g_shape: tuple[int, ...]) -> Array:
     return np.sqrt(np.sum(np.square(wide(v)), axis=axes, keepdims=True))
 
 
-def _weight_norm(parts: list[Array], dim: int) -> Array:
+def _weight_norm(parts: list[Array]) -> Array:
     g, v = parts
     norm = norm_over(v, g.shape)
     with np.errstate(all="ignore"):  # a direction of zero is nan in PyTorch as well
         return wide(v) * (wide(g) / norm)
 
 
-def _spectral_norm(parts: list[Array], dim: int) -> Array:
+def _spectral_norm(parts: list[Array]) -> Array:
     weight, u, v = (wide(p) for p in parts)
-    matrix = np.moveaxis(weight, dim, 0).reshape(weight.shape[dim], -1) if weight.ndim > dim else weight
-    if matrix.ndim != 2 or matrix.shape != (u.size, v.size):
+    u, v = u.reshape(-1), v.reshape(-1)
+    axes = range(weight.ndim) if weight.size == u.size * v.size else ()
+    matrices = [np.moveaxis(weight, axis, 0).reshape(weight.shape[axis], -1) for axis in axes]
+    matrices = [matrix for matrix in matrices if matrix.shape == (u.size, v.size)]
+    if not matrices or weight.ndim < 2:
         raise Refusal(
             f"singular vectors of {u.size} and {v.size} numbers for a weight of shape {weight.shape}",
-            f"those of the weight as a matrix with axis {dim} first, as PyTorch's spectral norm has them by default",
+            "those of the weight as a matrix with one of its axes first, as PyTorch's spectral norm has them",
             "the normalized weight itself, saved after torch.nn.utils.parametrize.remove_parametrizations(layer, ...)",
         )
     with np.errstate(all="ignore"):
-        return weight / (u.reshape(-1) @ matrix @ v.reshape(-1))
+        return weight / _singular_value(matrices, u, v)
 
 
-def _pruned(parts: list[Array], dim: int) -> Array:
+_FAR, _CLEARLY = 0.01, 10.0  # a step of training away from where the vectors were made, and nearer than any other axis
+
+
+def _singular_value(matrices: list[Array], u: Array, v: Array) -> Array:
+    """Return the one of the axis whose matrix the vectors belong to.
+
+    Raises:
+        Refusal: If several may be, which give different values.
+    """
+    values = [u @ matrix @ v for matrix in matrices]
+    if len(matrices) == 1 or np.allclose(values, values[0], rtol=1e-6, atol=0):
+        return values[0]
+    off = [min(_angle(matrix @ v, u), _angle(u @ matrix, v)) for matrix in matrices]
+    best, second = np.argsort(off)[:2]
+    if not (off[best] < _FAR and off[best] * _CLEARLY < off[second]):
+        raise Refusal(
+            f"a weight of shape {matrices[0].shape} as a matrix along more than one axis, and vectors that fit neither",
+            "vectors of the power iteration for this weight, which tell the axis that dim= was",
+            "the normalized weight itself, saved after torch.nn.utils.parametrize.remove_parametrizations(layer, ...)",
+        )
+    return values[best]
+
+
+def _angle(a: Array, b: Array) -> float:
+    """Return 1 minus the cosine between two vectors, or infinity if one has no direction."""
+    cosine = float(a @ b / np.sqrt((a @ a) * (b @ b)))
+    return 1 - cosine if np.isfinite(cosine) else np.inf
+
+
+def _pruned(parts: list[Array]) -> Array:
     weight, mask = parts
     return wide(weight) * wide(mask)
 
 
-def _unknown(parts: list[Array], dim: int) -> Array:
+def _unknown(parts: list[Array]) -> Array:
     raise Refusal(
         "a parameter that PyTorch computes from this one by code that the file does not hold",
         "the parameter itself: only weight norm, spectral norm and pruning can be computed from a file",
@@ -67,7 +99,7 @@ def _unknown(parts: list[Array], dim: int) -> Array:
     )
 
 
-COMPUTED: tuple[tuple[tuple[str, ...], Callable[[list[Array], int], Array]], ...] = (
+COMPUTED: tuple[tuple[tuple[str, ...], Callable[[list[Array]], Array]], ...] = (
     (("parametrizations.{}.original0", "parametrizations.{}.original1"), _weight_norm),
     (("{}_g", "{}_v"), _weight_norm),
     (("parametrizations.{}.original", "parametrizations.{}.0._u", "parametrizations.{}.0._v"), _spectral_norm),

@@ -26,11 +26,13 @@ class Written(NamedTuple):
             modules the :class:`~lazymods.state.flow.Slices`.
         counters: Names of entries that PyTorch has and the model does without.
         problems: What PyTorch cannot hold.
+        held: By PyTorch's names, the model's names of what each entry holds.
     """
 
     entries: dict[str, Any]
     counters: set[str]
     problems: list[Problem]
+    held: dict[str, list[str]]
 
 
 def written(
@@ -52,8 +54,8 @@ def written(
         UninitializedError: If a parameter has no value yet.
     """
     left = {name: place for name, place in named_places(model).items() if not place.is_rng}
-    _check_ready(model, left)
-    out = Written({}, set(), [])
+    check_ready(model, left)
+    out = Written({}, set(), [], {})
     for site in found:
         levels = _levels(site, stacked or {})
         try:
@@ -66,11 +68,13 @@ def written(
             left.pop(name, None)
         for name, value in entries.items():
             _put(out, name, value)
+            out.held[name] = rule_for(type(site.node)).held_in(site, name, taken)
     if not out.problems:
         refusals = [(site, rule_for(type(site.node)).refuse_left(site, left)) for site in found]
         out.problems.extend(refusal.at(_where(site)) for site, refusal in refusals if refusal)
     for name, torch in torch_names(found, left).items():
         _put(out, torch, np.asarray(left[name].value))
+        out.held[torch] = [name]
     return out
 
 
@@ -105,7 +109,12 @@ def without_layers(name: str, sequential: Sequence[str]) -> str:
     return name
 
 
-def _check_ready(model: Any, places: Mapping[str, Place]) -> None:
+def check_ready(model: Any, places: Mapping[str, Place]) -> None:
+    """Refuse a model of which a parameter has no value yet.
+
+    Raises:
+        UninitializedError: If one has none.
+    """
     problems = [
         Problem(
             located(name, type(place.owner).__name__),

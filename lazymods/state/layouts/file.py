@@ -76,13 +76,12 @@ class TorchFile:
         self.claim(*names)
         return [Part(t.read(), (name,)) for name, t in zip(names, found, strict=True) if t is not None]
 
-    def take(self, site: Site, entry: str, dim: int = 0) -> Part | None:
+    def take(self, site: Site, entry: str) -> Part | None:
         """Claim a parameter of a module, put together if it is stored as what it is computed from.
 
         Args:
             site: The module.
             entry: PyTorch's name in the module, such as ``weight``.
-            dim: The axis of the output features, over which PyTorch's spectral norm does not go.
 
         Returns:
             The values, or None if the file has none, or none that can be put together (then with a problem).
@@ -96,7 +95,7 @@ class TorchFile:
                 continue
             sources = tuple(s for part in parts for s in part.sources)
             try:
-                return Part(fold([part.value for part in parts], dim), sources)
+                return Part(fold([part.value for part in parts]), sources)
             except Refusal as refusal:
                 self.problems.append(refusal.at(site.where(sources[0])))
                 return None

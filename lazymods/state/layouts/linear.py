@@ -12,7 +12,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lazymods.state.layouts.axes import AS_IS, Axes, Kernel, Layout, channels_first, channels_last
+from lazymods.state.layouts.axes import (
+    AS_IS,
+    Axes,
+    Kernel,
+    Layout,
+    channels_first,
+    channels_last,
+    check_rank,
+    stacked_axes,
+)
 from lazymods.state.layouts.rule import Cannot, Field, Rule, Simple
 from lazymods.state.layouts.site import Array, Refusal, Site
 
@@ -55,22 +64,29 @@ class _Flat(Layout):
 
     def to_flax(self, array: Array, site: Site) -> Array:
         """Transpose, and take the flattened axes apart."""
-        if array.ndim != 2:
+        extra = stacked_axes(array, 2, site, "kernel", self._rank(site))
+        if extra is None or array.ndim < 2:
             return array
         if len(_as_tuple(site.get("axis"))) > 1:
             array = channels_last(array, self._sizes(site))
-        inputs, outputs = self._shape(site, array.shape[1])
-        if int(np.prod(inputs)) != array.shape[1] or int(np.prod(outputs)) != array.shape[0]:
-            return array.T
-        return array.T.reshape(*inputs, *outputs)
+        inputs, outputs = self._shape(site, array.shape[-1], extra)
+        kernel = array.swapaxes(-1, -2)
+        if (int(np.prod(inputs)), int(np.prod(outputs))) != kernel.shape[extra:]:
+            return kernel
+        return kernel.reshape(*kernel.shape[:extra], *inputs, *outputs)
 
     def to_torch(self, array: Array, site: Site) -> Array:
         """Flatten, and transpose."""
+        check_rank(array, self._rank(site), site)
         inputs, outputs = self._shape(site, None)
         array = array.reshape(int(np.prod(inputs)), int(np.prod(outputs))).T
         return channels_first(array, self._sizes(site)) if len(inputs) > 1 else array
 
-    def _shape(self, site: Site, columns: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _rank(self, site: Site) -> int:
+        """Return how many axes the kernel of one layer has."""
+        return len(_as_tuple(site.get("axis"))) + len(_as_tuple(site.get("out_features")))
+
+    def _shape(self, site: Site, columns: int | None, extra: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
         shape, outputs = site.shape("kernel"), _as_tuple(site.get("out_features"))
         axes = _as_tuple(site.get("axis"))
         if site.get("batch_axis") or list(axes) != sorted(axes) or shape is None:
@@ -79,7 +95,7 @@ class _Flat(Layout):
                 "ascending axes and no batch axes: PyTorch's Linear has one map from one flattened axis",
                 "nnx.LinearGeneral without batch_axis, or entries by Flax's names (kernel, bias)",
             )
-        inputs = shape[: len(axes)]
+        inputs = shape[extra : extra + len(axes)]
         if None in inputs and site.sizes is not None and len(site.sizes) == len(axes):
             inputs = site.sizes
         known = int(np.prod([n for n in inputs if n is not None]))
@@ -109,8 +125,10 @@ def _as_tuple(value: int | Sequence[int]) -> tuple[int, ...]:
 class _FlatBias(Layout):
     def to_flax(self, array: Array, site: Site) -> Array:
         outputs = _as_tuple(site.get("out_features"))
-        fits = array.ndim == 1 and array.size == int(np.prod(outputs)) and not site.get("batch_axis")
-        return array.reshape(outputs) if fits else array
+        extra = stacked_axes(array, 1, site, "bias", len(outputs))
+        if extra is None or array.ndim == 0 or site.get("batch_axis") or array.shape[-1] != int(np.prod(outputs)):
+            return array
+        return array.reshape(*array.shape[:extra], *outputs)
 
     def to_torch(self, array: Array, site: Site) -> Array:
         return array.reshape(-1)
@@ -137,7 +155,7 @@ _EINSUM = Cannot(
 
 LINEAR = Simple(Field("weight", "kernel", Kernel(lambda site: Axes((1, 0)))), BIAS, flattens=True)
 CONV = Simple(Field("weight", "kernel", Kernel(_conv_axes)), BIAS)
-CONV_TRANSPOSE = Simple(Field("weight", "kernel", _Transposed(_transposed_axes, spectral_dim=1)), BIAS)
+CONV_TRANSPOSE = Simple(Field("weight", "kernel", _Transposed(_transposed_axes)), BIAS)
 LINEAR_GENERAL = Simple(Field("weight", "kernel", _Flat()), Field("bias", "bias", _FlatBias()), flattens=True)
 EINSUM: Rule = Simple(cannot=(_EINSUM,))
 EMBED = Simple(Field("weight", "embedding", AS_IS))

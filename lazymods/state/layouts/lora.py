@@ -19,7 +19,7 @@ from lazymods.state.layouts.site import Site
 
 _FLAX = re.compile(r"(.*\.)?lora_([ab])")
 _PEFT = re.compile(r"(.*\.)?lora_[AB](\.[^.]+)?\.weight")
-_MATRIX = Kernel(lambda site: Axes((1, 0)))
+_A, _B = (Kernel(lambda site: Axes((1, 0)), entry=entry) for entry in ("lora_a", "lora_b"))
 
 
 class AdaptedLinear(Simple):
@@ -30,7 +30,7 @@ class AdaptedLinear(Simple):
         return site.below(child, key, prefix=site.prefix) if key == "lora" else site.below(child, key)
 
 
-LORA = Simple(Field("lora_A.weight", "lora_a", _MATRIX), Field("lora_B.weight", "lora_b", _MATRIX))
+LORA = Simple(Field("lora_A.weight", "lora_a", _A), Field("lora_B.weight", "lora_b", _B))
 LORA_LINEAR = AdaptedLinear(*LINEAR.fields, flattens=True)
 
 

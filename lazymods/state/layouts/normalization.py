@@ -54,7 +54,7 @@ class _Channels(Layout):
 
     def to_flax(self, array: Array, site: Site) -> Array:
         """Put channels last, if ``flatten`` says so."""
-        return array if site.sizes is None or array.ndim != 1 else channels_last(array, site.sizes)
+        return array if site.sizes is None or array.ndim == 0 else channels_last(array, site.sizes)
 
     def to_torch(self, array: Array, site: Site) -> Array:
         """Put channels first, if ``flatten`` says so."""

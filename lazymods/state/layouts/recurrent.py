@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from lazymods._gru_cell import ResetAfterGRUCell
-from lazymods.state.layouts.axes import check_rank
+from lazymods.state.layouts.axes import check_rank, stacked_axes
 from lazymods.state.layouts.computed import wide
 from lazymods.state.layouts.file import Part, TorchFile
 from lazymods.state.layouts.rule import Cannot, Rule
@@ -74,20 +74,25 @@ class Cell(Rule):
         kernels = ((self.inputs, weight), (self.hidden, file.take(site, "weight_hh")))
         for entries, part in kernels:
             if part is not None:
-                self._cut(site, file, entries, part)
+                self._cut(site, file, entries, part, 2)
         if not any(biases):
             biases = _zeros(weight), _zeros(weight) if self.hidden_biases else None
         if not self.hidden_biases:
             biases = self._bias(site, file, *biases), None
         for entries, part in zip((self.biases, self.hidden_biases), biases, strict=True):
             if part is not None:
-                self._cut(site, file, entries, part)
+                self._cut(site, file, entries, part, 1)
         if weight is not None and site.get("residual"):
             name = site.torch_name("weight_ih")
             file.refuse(site, name, Refusal("weights of a PyTorch cell, for residual=True", *_NO_RESIDUAL))
 
-    def _cut(self, site: Site, file: TorchFile, entries: tuple[str, ...], part: Part) -> None:
-        rows = part.value.shape[0] if part.value.ndim else 0
+    def _cut(self, site: Site, file: TorchFile, entries: tuple[str, ...], part: Part, rank: int) -> None:
+        extra = stacked_axes(part.value, rank, site, entries[0])
+        if extra is None and part.value.ndim > rank:  # the model has no such stack
+            for entry in entries:
+                file.put(site, entry, part)
+            return
+        rows = part.value.shape[extra or 0] if part.value.ndim else 0
         if rows % len(entries) or (len(entries) > 1 and not part.value.ndim):
             needed = f"{self.gates} gates, one below the other, equally many rows each"
             refusal = Refusal(f"shape {part.value.shape}", needed, "a cell of the class that the file was made with")
@@ -96,11 +101,14 @@ class Cell(Rule):
             return
         step = rows // len(entries)
         for i, entry in enumerate(entries):
-            file.put(site, entry, part.map(lambda a, i=i: (a[i * step : (i + 1) * step] if a.ndim else a).T))
+            cut = (slice(None),) * (extra or 0) + (slice(i * step, (i + 1) * step),)
+            gate = part.map(lambda a, cut=cut: a[cut] if a.ndim else a)
+            is_matrix = rank == 2 <= part.value.ndim
+            file.put(site, entry, gate.map(lambda a: a.swapaxes(-1, -2)) if is_matrix else gate)
 
     def _bias(self, site: Site, file: TorchFile, given: Part | None, hidden: Part | None) -> Part | None:
-        if self.candidate and hidden is not None and hidden.value.ndim == 1:
-            rest = hidden.value[hidden.value.size * (self.gates - 1) // self.gates :]
+        if self.candidate and hidden is not None and hidden.value.ndim:
+            rest = hidden.value[..., hidden.value.shape[-1] * (self.gates - 1) // self.gates :]
             if wide(rest).any():
                 got = f"numbers other than 0 in its last third, the bias b_hn of shape {rest.shape}"
                 file.refuse(site, hidden.sources[0], Refusal(got, *_NO_B_HN))
@@ -148,9 +156,9 @@ def _sum(a: Array, b: Array) -> Array:
 
 def _zeros(weight: Part | None) -> Part | None:
     """The bias of a file without biases."""
-    if weight is None or weight.value.ndim != 2:
+    if weight is None or weight.value.ndim < 2:
         return None
-    return Part(np.zeros(weight.value.shape[0], weight.value.dtype), ())
+    return Part(np.zeros(weight.value.shape[:-1], weight.value.dtype), ())
 
 
 class Unrolled(Rule):

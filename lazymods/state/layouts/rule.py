@@ -62,6 +62,10 @@ class Rule:
         """
         return {}, []
 
+    def held_in(self, site: Site, torch_name: str, taken: list[str]) -> list[str]:
+        """Return which of the model's names that were written an entry of PyTorch's holds, or may hold."""
+        return taken
+
     def refuse_left(self, site: Site, left: Iterable[str]) -> Refusal | None:
         """Say what PyTorch has no place for, of the model's names that no rule has written."""
         return None
@@ -116,7 +120,7 @@ class Simple(Rule):
             if scale is not None and parts is not None:
                 self._read_normed(site, file, field, scale, parts)
                 continue
-            part = file.take(site, field.torch, field.layout.spectral_dim)
+            part = file.take(site, field.torch)
             if part is not None:
                 self._give(site, file, field, part)
         for counter in self.counters:
@@ -158,3 +162,7 @@ class Simple(Rule):
             names.append(scale.site.name(scale.entry))
         out |= {site.torch_name(counter): np.zeros((), np.int64) for counter in self.counters}
         return out, names
+
+    def held_in(self, site: Site, torch_name: str, taken: list[str]) -> list[str]:
+        """Return the field of PyTorch's name; magnitudes and directions hold all that was written."""
+        return [site.name(f.flax) for f in self.fields if site.torch_name(f.torch) == torch_name] or taken

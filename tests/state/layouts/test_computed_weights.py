@@ -130,7 +130,8 @@ def test_weight_norm_comes_back_bit_for_bit(options: dict[str, Any], flatten: An
 
 
 def test_spectral_norm_is_folded_as_in_eval_mode():
-    u, v, w = normal(4), normal(4, seed=1), normal(4, 4, seed=2)
+    u, w = normal(4), normal(4, 4, seed=2)
+    v = u @ w / np.linalg.norm(u @ w)
     for file in (
         {"weight_orig": w, "weight_u": u, "weight_v": v},
         {f"parametrizations.weight.{n}": a for n, a in {"original": w, "0._u": u, "0._v": v}.items()},
@@ -234,6 +235,33 @@ def test_spectral_norm_against_pytorch(kind: str, old: bool):
     with jax.default_matmul_precision("highest"):
         got = np.asarray(net.m(jnp.asarray(x)))
     np.testing.assert_allclose(got, want if kind == "linear" else want.swapaxes(1, 2), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("shape", [(6, 6), (4, 6)])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_spectral_norm_over_the_axis_that_the_vectors_tell(old: bool, shape: tuple[int, int], dim: int):
+    torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
+    torch.manual_seed(1)
+    layer, x = torch.nn.Linear(shape[1], shape[0]), normal(2, shape[1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        utils = torch.nn.utils
+        module = (utils.spectral_norm if old else utils.parametrizations.spectral_norm)(layer, dim=dim)
+    module.train()(torch.from_numpy(x))
+    with torch.no_grad():
+        next(p for n, p in module.named_parameters() if "orig" in n).mul_(1 + 0.01 * torch.randn(shape))  # a step
+        want = module.eval()(torch.from_numpy(x)).numpy()
+    net = Net(lm.LazyLinear(shape[0], rngs=R(0)))
+    load(net, _torch_file(module))
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_allclose(net.m(jnp.asarray(x)), want, atol=1e-5, rtol=1e-4)
+
+
+def test_vectors_that_fit_no_axis_of_a_square_weight_are_refused():
+    file = {"weight_orig": normal(4, 4, seed=2), "weight_u": normal(4), "weight_v": normal(4, seed=1)}
+    found = imported(lm.LazyLinear(4, use_bias=False, rngs=R(0)), file)
+    assert ["vectors that fit neither" in str(problem) for problem in found.problems] == [True]
 
 
 def test_pruning_against_pytorch():

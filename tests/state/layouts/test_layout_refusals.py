@@ -175,11 +175,11 @@ that it iterates to anew at every call
     Row(
         "spectral norm of other axes",
         lambda r: lm.LazyLinear(2, rngs=r),
-        {"m.weight_orig": ones(2, 3), "m.weight_u": ones(3), "m.weight_v": ones(2), "m.bias": ones(2)},
+        {"m.weight_orig": ones(2, 3), "m.weight_u": ones(3), "m.weight_v": ones(3), "m.bias": ones(2)},
         """\
 m.weight_orig (LazyLinear m)
-  got:    singular vectors of 3 and 2 numbers for a weight of shape (2, 3)
-  needed: those of the weight as a matrix with axis 0 first, as PyTorch's spectral norm has them by default
+  got:    singular vectors of 3 and 3 numbers for a weight of shape (2, 3)
+  needed: those of the weight as a matrix with one of its axes first, as PyTorch's spectral norm has them
   write:  the normalized weight itself, saved after torch.nn.utils.parametrize.remove_parametrizations(layer, ...)""",
     ),
     Row(
