@@ -91,7 +91,7 @@ def _as_function(rules: Rules | None) -> Rule:
         return lambda name, shape, dtype: None
     if callable(rules):
         return rules
-    if isinstance(rules, str | Mapping) or not all(_is_pair(item) for item in rules):
+    if not isinstance(rules, Sequence) or isinstance(rules, str) or not all(map(_is_pair, rules)):
         raise _wrong(
             "rules=",
             repr(rules)[:200],

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from lazymods import _compat
 from lazymods._initial import shards
 
 
@@ -71,3 +72,18 @@ def at_place(placeholder: Any, value: Any) -> Any:
     """Bring a value to the place of its placeholder, if that has one and the value is not there yet."""
     place = place_of(placeholder)
     return value if place is None else shards.put(value, place)
+
+
+def told_to_xla(variable: Any, value: Any) -> Any:
+    """Return a value for a Variable that stays where it is on a mesh when a transform carries it out of its trace.
+
+    A value that was made outside of the trace is a constant there, of which XLA does not know where it was.
+    """
+    sharding = getattr(value, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.num_devices == 1 or _compat.is_tracer(value):
+        return value
+    home = _compat.home_trace(variable)
+    if home is _compat.eval_trace() or jax.sharding.get_abstract_mesh().manual_axes:
+        return value
+    with _compat.at_trace(home):
+        return jax.lax.with_sharding_constraint(value, sharding)

@@ -252,7 +252,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
             value = self._shard(value, metadata)
         if place is not None:
             value = placement.at_place(self, value)
-        _compat.write_variable(self, self.target, value, metadata)
+        _compat.write_variable(self, self.target, placement.told_to_xla(self, value), metadata)
 
     def _shard(self, value: Any, metadata: dict[str, Any]) -> Any:
         names = ("out_sharding", "sharding_rules", "mesh", "eager_sharding")

@@ -365,7 +365,8 @@ class JitFunction(Staged, Generic[P, R]):
         if whole is not call or call.lazy:
             call = self._bind(arguments)
         targets = [*body.targets, *(target for target, _ in body.adopted)]
-        program.at = call.numbers_of({target: targets[target] for target in program.takes})
+        named = {*program.takes, *(target for target, _ in program.record.writes)}  # it may write what it never reads
+        program.at = call.numbers_of({target: targets[target] for target in named})
         return program, call
 
     def _make_any(self, arguments: Arguments, call: Binding) -> tuple[Any, Binding]:

@@ -99,8 +99,8 @@ class Program:
             adopted count after its own.
         donated: The leaves that are donated, by number.
         order: The order in which the leaves are passed to what is compiled.
-        at: By number of a body's target that it takes: the number of that target in every call for which the program
-            is kept.
+        at: By number of a body's target that it takes or writes: the number of that target in every call for which
+            the program is kept.
         ran: Whether it ran, and so is compiled.
         calls_python: Whether it calls Python functions while it runs. They may raise when it has been started: it is
             waited for, and nothing is donated to it, so that the state is as before.
