@@ -154,6 +154,8 @@ def load(
 
         as_stored = layout == "torch" or has_array_rules(rename)
         file, prepared, begin, entries, roots, beside = read_source(source, read, as_stored=as_stored, variant=variant)
+        if isinstance(dtype, str):
+            entries = _in_dtypes_of_file(entries, prepared)
         _check_booleans(entries, file)
         _check_key_kinds(survey.places, entries, file)
         _warn_of_quantized(survey.places, entries, file)
@@ -360,6 +362,19 @@ def _values(survey: Survey, entries: Mapping[str, Any], placing: Placing | None)
                 out[name] = Unread(value)
             elif place is not None or everything:
                 out[name] = value.read()
+    return out
+
+
+def _in_dtypes_of_file(entries: Mapping[str, Any], prepared: Prepared) -> dict[str, Any]:
+    """Return entries with those that a layout has computed in float32, of halves, in the dtype of these halves."""
+    out = dict(entries)
+    for name, value in entries.items():
+        if not isinstance(value, np.ndarray) or value.dtype != np.float32:
+            continue
+        tensors = [prepared.final[n].tensor for n in prepared.laid.get(name, ()) if n in prepared.final]
+        kinds = {tensor.dtype for tensor in tensors if isinstance(tensor, StoredTensor)}
+        if len(kinds) == 1 and all(kind.itemsize == 2 and jnp.issubdtype(kind, jnp.floating) for kind in kinds):
+            out[name] = value.astype(kinds.pop())
     return out
 
 

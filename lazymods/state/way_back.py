@@ -6,6 +6,7 @@ layout, matched names, rules and renames.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -157,7 +158,9 @@ def _whole(value: Any) -> Array:
 
 
 def _as_in_file(name: str, value: Array, like: StoredTensor, problems: list[Problem]) -> Array:
-    """Return an array in the dtype that the file has it in."""
+    """Return an array in the dtype that the file has it in, and in its shape if one of the two has all in one axis."""
+    if value.shape != like.shape and value.size == math.prod(like.shape) and min(value.ndim, len(like.shape)) == 1:
+        value = value.reshape(like.shape)
     if value.dtype == like.dtype:
         return value
     reason = cast_problem(value, like.dtype)

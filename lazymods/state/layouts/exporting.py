@@ -90,11 +90,7 @@ def _written(site: Site, levels: Sequence[tuple[int, int]]) -> tuple[dict[str, A
         return rule.write(site)
     (axis, length), *inner = levels
     layers = [_written(dataclasses.replace(site, index=(*site.index, (axis, i))), inner) for i in range(length)]
-    entries = {name: Slices([layer[name] for layer, _ in layers]) for name in layers[0][0]}
-    if entries and site.normed_by is not None:
-        needed = "layers of their own: the scales of stacked ones are not taken apart"
-        raise Refusal("stacked layers under weight norm", needed, "lm.state_dict(model)")
-    return entries, layers[0][1]
+    return {name: Slices([layer[name] for layer, _ in layers]) for name in layers[0][0]}, layers[0][1]
 
 
 def _where(site: Site) -> str:

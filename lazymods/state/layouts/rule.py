@@ -15,7 +15,7 @@ import numpy as np
 from lazymods.state.layouts.axes import AS_IS, Layout
 from lazymods.state.layouts.file import Part, TorchFile
 from lazymods.state.layouts.site import Array, Refusal, Site
-from lazymods.state.layouts.weight_norm import Scale, scale_of, take_normed
+from lazymods.state.layouts.weight_norm import Scale, normed_names, scale_of, take_normed
 
 
 class Cannot(NamedTuple):
@@ -157,8 +157,8 @@ class Simple(Rule):
             if scale is None:
                 out[site.torch_name(field.torch)] = field.layout.to_torch(value, site)
                 continue
-            stem = f"{site.prefix}parametrizations.{field.torch}.original"
-            out[f"{stem}0"], out[f"{stem}1"] = scale.to_torch(field.layout, value, site)
+            g, v = normed_names(site, field.torch)
+            out[g], out[v] = scale.to_torch(field.layout, value, site)
             names.append(scale.site.name(scale.entry))
         out |= {site.torch_name(counter): np.zeros((), np.int64) for counter in self.counters}
         return out, names

@@ -24,6 +24,15 @@ def take_normed(site: Site, file: TorchFile, entry: str) -> list[Part] | None:
     ) or file.read(site.torch_name(f"{entry}_g"), site.torch_name(f"{entry}_v"))
 
 
+def normed_names(site: Site, entry: str) -> tuple[str, str]:
+    """Return the names of magnitudes and directions: PyTorch's of now, or its older ones if those are asked for."""
+    older = site.torch_name(f"{entry}_g"), site.torch_name(f"{entry}_v")
+    if all(name in (site.names or ()) for name in older):
+        return older
+    original = site.torch_name(f"parametrizations.{entry}.original")
+    return f"{original}0", f"{original}1"
+
+
 class Scale(NamedTuple):
     """The magnitudes of a kernel that an ``nnx.WeightNorm`` normalizes: the wrapper, and the kernel's path below it."""
 
@@ -76,6 +85,8 @@ class Scale(NamedTuple):
         scale = np.ones([kernel.shape[i] for i in axes], kernel.dtype)
         if self.site.get("use_scale"):
             scale = value_of(self.site.get("scales")[self.path])
+            for axis, number in site.index:
+                scale = np.take(scale, number, axis)
         if not axes:
             return scale.reshape(()), v
         whole = [1] * kernel.ndim
