@@ -43,7 +43,8 @@ def summary(
 
     Returns:
         A report that prints as a table. FLOPs are those of XLA's cost analysis of each layer's own call, before
-        optimization where JAX has its CPU backend, with all steps of a ``scan``; None where a value decides how many there are.
+        optimization where JAX has its CPU backend, with all steps of a ``scan``; None where a value decides how many
+        there are.
 
     Raises:
         ArgumentError: If arguments are given and the model has no ``__call__``.
