@@ -112,7 +112,8 @@ def _of_parameters(pair: Pair, torch: Any) -> Reason | None:
         both = leaf.replace("_hh", "_ih")
         if "GRU" not in type(pair.module).__name__ and both in mine:  # of one bias in Flax, PyTorch has the parts
             mine[both] = mine[both] + mine.pop(leaf)
-            kept[both] = kept[both]._replace(values=kept[both].values + kept.pop(leaf).values)
+            whole = kept[both].values + kept.pop(leaf).values
+            kept[both] = Kept(whole, kept[both].shown, kept[both].precision)
     for leaf, value in mine.items():
         reason = _of_parameter(pair, leaf, value.astype(np.float64), kept[leaf])
         if reason is not None:
