@@ -91,7 +91,7 @@ def materialize(
     """Initialize every lazy layer that a call would reach, without running the call.
 
     All or nothing: if a layer fails, the whole model is as it was. Layers that the call does not reach stay lazy
-    and are listed in the report's ``unreached``. Layers that are ready stay as they are.
+    and are listed in the report's ``unreached``. Layers that are ready keep their values.
 
     On a mesh each device gets its part of each parameter, drawn alone: the values are those of one device, whatever the
     mesh, and no device holds more than its parts. What an initializer makes that can't be drawn in parts is made whole

@@ -199,7 +199,7 @@ def with_optimizer(report: ShapeReport, model: Any, optimizer: Any) -> ShapeRepo
     """
     if isinstance(optimizer, nnx.Optimizer):
         tx, wrt = optimizer.tx, optimizer.wrt
-    elif isinstance(optimizer, optax.GradientTransformation):
+    elif isinstance(optimizer, optax.GradientTransformation | optax.MultiSteps):
         tx, wrt = optimizer, lambda _, v: isinstance(v, nnx.Param) and _graph.is_trained(v)
     else:
         got, needed = f"a {type(optimizer).__name__}", "an optax transformation, or the optimizer of the model"

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from lazymods._graph import Path, dotted
 from lazymods._layer import first_call, lifecycle
@@ -42,7 +43,8 @@ def summary(
 
     Returns:
         A report that prints as a table. FLOPs are those of XLA's cost analysis of each layer's own call, before
-        optimization where JAX has its CPU backend.
+        optimization where JAX has its CPU backend, with all steps of a ``scan``; None where a value decides how many
+        there are.
 
     Raises:
         ArgumentError: If arguments are given and the model has no ``__call__``.
@@ -88,12 +90,50 @@ def _flops(session: AbstractCall, path: Path, args: Any, kwargs: Any) -> float |
 
 
 def _count(function: Any, *args: Any) -> float | None:
-    """Ask XLA for the operations of a program: before optimization on the CPU, where there is one, else after it."""
+    """Count the operations of a program with every step of its loops; None if it can't be known how many there are."""
     try:
         place = jax.default_device(jax.local_devices(backend="cpu")[0])
     except RuntimeError:  # JAX was started without its CPU backend
         place = contextlib.nullcontext()
     with place:
-        lowered = function.lower(*args)
-        cost = lowered.cost_analysis() or lowered.compile().cost_analysis()
+        traced = function.trace(*args)
+        once, more = _once(traced.lower()), _of_further_steps(traced.jaxpr)
+    return None if once is None or more is None else once + more
+
+
+def _once(lowered: Any) -> float | None:
+    """Ask XLA for the operations of a program: before optimization on the CPU, where there is one, else after it.
+
+    It counts the body of a loop once.
+    """
+    cost = lowered.cost_analysis() or lowered.compile().cost_analysis()
     return None if not cost else float(cost.get("flops", 0.0))
+
+
+def _of_further_steps(closed: Any) -> float | None:
+    """Count what XLA leaves out: all steps but one of each ``scan``; None if it is not known how many there are."""
+    found = 0.0
+    for equation in closed.eqns:
+        name, inner = equation.primitive.name, [p for value in equation.params.values() for p in _jaxprs(value)]
+        parts = [_of_further_steps(part) for part in inner]
+        more = None if None in parts or (inner and name == "while") else sum(part for part in parts if part)
+        if more is None or (more and name == "cond"):
+            return None
+        if name == "scan":
+            [body] = inner
+            length = equation.params["length"]
+            once = _once(jax.jit(jaxpr_as_fun(body)).lower(*map(_spec_of, body.in_avals)))
+            if once is None:
+                return None
+            more = length * more + (length - 1) * once
+        found += more
+    return found
+
+
+def _jaxprs(value: Any) -> list[Any]:
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    return [part for part in parts if isinstance(part, (ClosedJaxpr, Jaxpr))]
+
+
+def _spec_of(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -72,8 +72,9 @@ def of_input(node: Any, path: str, match: Match | None, earlier: Sequence[Earlie
     """
     if match is None:
         return None
-    found = other_function(match, earlier), _other_order(node, path, match, earlier), _factor(match)
-    return next((reason for reason in found if reason is not None), None) or _added(match, _recent(earlier))
+    with np.errstate(invalid="ignore", over="ignore"):  # what a mask has filled may be infinite in either
+        found = other_function(match, earlier), _other_order(node, path, match, earlier), _factor(match)
+        return next((reason for reason in found if reason is not None), None) or _added(match, _recent(earlier))
 
 
 def _recent(earlier: Sequence[Earlier]) -> list[Earlier]:
@@ -103,7 +104,8 @@ def other_function(match: Match, earlier: Sequence[Earlier]) -> Reason | None:
 
 def _errors(before: Array, after: Array) -> dict[str, float]:
     """Return by how much the result of each function differs from an array."""
-    x = jnp.asarray(before.astype(np.float32))
+    with np.errstate(over="ignore"):
+        x = jnp.asarray(before.astype(np.float32))
     found = {}
     for name, function in FUNCTIONS.items():
         difference, scale = difference_of(np.asarray(function.call(x)).astype(np.float64), after)

@@ -23,8 +23,11 @@ from lazymods._errors import describe, short_dtype
 Array = np.ndarray[Any, Any]
 
 SMALLEST_SCALE = 1e-3  # where all values are smaller, differences are measured by this
+_FILL = 1e8  # what is as large in both is a mask's, beside which no scale would tell anything of the rest
+_FILL_OF_HALVES = 65504.0  # the same in float16, if both have exactly this
 _TIME_FIRST = ("LSTM", "GRU", "RNN", "MultiheadAttention")
 _CHANNELS_FIRST = ("Conv", "BatchNorm", "InstanceNorm", "MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
+_OF_MAPS = ("1d", "2d", "3d", "ConvNd", "GroupNorm", "PixelShuffle", "PixelUnshuffle", "Upsample", "Unfold")
 _FEATURES_LAST = ("Linear", "LayerNorm", "RMSNorm", "Embedding")
 
 
@@ -107,7 +110,9 @@ def _kept(leaf: Any) -> Kept:
 # ---------------------------------------------------------------- comparing
 
 
-def compared(ours: Sequence[Kept], theirs: Sequence[Kept], module: Any = None) -> list[Match] | None:
+def compared(
+    ours: Sequence[Kept], theirs: Sequence[Kept], module: Any = None, *, moves: bool = True
+) -> list[Match] | None:
     """Compare the arrays of a module with those of its counterpart; None if one has none of a fitting shape.
 
     Args:
@@ -115,15 +120,16 @@ def compared(ours: Sequence[Kept], theirs: Sequence[Kept], module: Any = None) -
         theirs: PyTorch's: as many, in the same order; or another number, of which the closest is taken for each, and
             what the model returns besides, a cache perhaps, is left out.
         module: The PyTorch module that they are of, if its type is to tell the layout.
+        moves: Whether the axes may be in another order where the type does not tell it.
     """
     if not ours or not theirs:
         return None
     found = []
     for i, mine in enumerate(ours):
         others = theirs[i : i + 1] if len(ours) == len(theirs) else theirs
-        matches = [match for other in others if (match := _closest(mine, other, module)) is not None]
+        matches = [match for other in others if (match := _closest(mine, other, module, moves)) is not None]
         if not matches and others is not theirs:
-            matches = [match for other in theirs if (match := _closest(mine, other, module)) is not None]
+            matches = [match for other in theirs if (match := _closest(mine, other, module, moves)) is not None]
         if not matches and (not i or len(ours) == len(theirs)):
             return None
         if not matches:
@@ -132,8 +138,9 @@ def compared(ours: Sequence[Kept], theirs: Sequence[Kept], module: Any = None) -
     return found
 
 
-def _closest(mine: Kept, other: Kept, module: Any) -> Match | None:
-    matches = [_match(mine, other._replace(values=laid)) for laid in _layouts(mine.values.shape, other.values, module)]
+def _closest(mine: Kept, other: Kept, module: Any, moves: bool) -> Match | None:
+    layouts = _layouts(mine.values.shape, other.values, module, moves)
+    matches = [_match(mine, other._replace(values=laid)) for laid in layouts]
     return min(matches, key=lambda match: match.difference, default=None)
 
 
@@ -144,14 +151,22 @@ def _match(mine: Kept, other: Kept) -> Match:
 
 
 def difference_of(a: Array, b: Array) -> tuple[float, float]:
-    """Return the largest difference of two arrays, infinite if one alone is not a number, and the largest of ``b``."""
+    """Return the largest difference of two arrays, and the largest element of ``b``.
+
+    The difference is infinite if one alone is not a number. Elements that are huge in both, as those that a mask has
+    filled, don't count for the largest; their own differences are those of ordinary elements that are as far apart in
+    relation to it.
+    """
     if not a.size:
         return 0.0, 0.0
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.where(same, 0.0, np.abs(a - b))
-    finite = np.abs(b[np.isfinite(b)])
-    return float(np.where(np.isnan(apart), np.inf, apart).max()), float(finite.max(initial=0.0))
+        apart, sizes = np.where(same, 0.0, np.abs(a - b)), np.abs(b)
+        filled = np.isfinite(sizes) & (np.minimum(np.abs(a), sizes) >= _FILL)
+        filled |= same & (sizes == _FILL_OF_HALVES)
+        scale = float(sizes[np.isfinite(sizes) & ~filled].max(initial=0.0))
+        apart[filled] *= max(scale, SMALLEST_SCALE) / sizes[filled]
+    return float(np.where(np.isnan(apart), np.inf, apart).max()), scale
 
 
 def is_close(a: Array, b: Array, tolerance: float) -> bool:
@@ -160,7 +175,7 @@ def is_close(a: Array, b: Array, tolerance: float) -> bool:
     return difference <= tolerance * max(scale, SMALLEST_SCALE)
 
 
-def _layouts(shape: tuple[int, ...], theirs: Array, module: Any) -> Iterator[Array]:
+def _layouts(shape: tuple[int, ...], theirs: Array, module: Any, moves: bool) -> Iterator[Array]:
     """Yield an array of PyTorch's in the layouts in which it has a shape of the model's."""
     name = "" if module is None else type(module).__name__
     axis = channel_axis(name, theirs.ndim)
@@ -176,8 +191,8 @@ def _layouts(shape: tuple[int, ...], theirs: Array, module: Any) -> Iterator[Arr
     if theirs.shape == shape and name.removesuffix("1d") in _FEATURES_LAST:
         yield theirs
         return
-    moved = [np.moveaxis(theirs, axis, -1) for axis in (1, 0)] if theirs.ndim > 2 else []
-    moved += [theirs.swapaxes(0, 1)] if theirs.ndim == 3 else []
+    moved = [np.moveaxis(theirs, axis, -1) for axis in (1, 0)] if moves and theirs.ndim > 2 else []
+    moved += [theirs.swapaxes(0, 1)] if moves and theirs.ndim == 3 else []
     fitting = [laid for laid in (theirs, *moved) if laid.shape == shape]
     if fitting:
         yield from fitting
@@ -199,6 +214,19 @@ def _only_joins(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
     """Whether one shape is the other with some neighbouring axes joined."""
     ends = [set(itertools.accumulate(shape, operator.mul, initial=1)) for shape in (a, b)]
     return math.prod(a) == math.prod(b) and (ends[0] <= ends[1] or ends[1] <= ends[0])
+
+
+def may_move_axes(module: Any, rank: int) -> bool:
+    """Whether a PyTorch layer may have, in what it takes, its channels or the time before other axes.
+
+    Args:
+        module: The layer.
+        rank: How many axes its input has.
+    """
+    names = [cls.__name__ for cls in type(module).__mro__]
+    if any(name in (*_TIME_FIRST, "Transformer") for name in names):
+        return not getattr(module, "batch_first", False)
+    return rank > 2 and any(name.endswith(_OF_MAPS) for name in names)
 
 
 def channel_axis(name: str, rank: int) -> int | None:

@@ -85,7 +85,7 @@ def parity(
         theirs, ours = _run(model, torch_module, inputs, model_inputs, watched, [pair.module for pair in found])
     called = [p for p in found if ours.calls.get(id(p.site.node)) and theirs.calls.get(id(p.module))]
     kept = minimal(called)
-    comparison = _Comparison(ours, theirs, tolerance, torch)
+    comparison = _Comparison(ours, theirs, tolerance, torch, _moves_from(model, ours, theirs, tolerance))
     for pair, n, mine, other in _in_order(kept, ours, theirs):
         comparison.add(pair, n, mine, other)
     if all(pair.site.path for pair in kept):
@@ -148,6 +148,19 @@ def _run(
             raise error from None
 
 
+def _moves_from(model: Any, ours: Run, theirs: Run, tolerance: float) -> float:
+    """Return from which call on, by its number, the model may have axes in another order than PyTorch.
+
+    That is so of a model that takes its inputs in another order, or has layers with channels where PyTorch has none.
+    """
+    given = compared(ours.inputs, theirs.inputs, moves=False)
+    is_same = given is not None and all(match.agrees(tolerance) for match in given)
+    layers = (nnx.Conv, nnx.ConvTranspose, nnx.GroupNorm)
+    if not is_same or (theirs.moves_from is None and any(isinstance(n, layers) for _, n in _graph.nodes(model))):
+        return 0
+    return math.inf if theirs.moves_from is None else theirs.moves_from
+
+
 def _in_order(found: Sequence[Pair], ours: Run, theirs: Run) -> Iterator[tuple[Pair, int, Call, Call]]:
     """Yield the calls of all pairs, in PyTorch's order."""
     calls = [
@@ -173,11 +186,12 @@ class _Failure(NamedTuple):
 class _Comparison:
     """The rows, and what is needed to say why the first one differs."""
 
-    def __init__(self, ours: Run, theirs: Run, tolerance: float, torch: Any) -> None:
+    def __init__(self, ours: Run, theirs: Run, tolerance: float, torch: Any, moves_from: float) -> None:
         self.rows: list[ParityRow] = []
         self.first: ParityRow | None = None
         self._tolerance = tolerance
         self._torch = torch
+        self._moves_from = moves_from
         self.suspects: list[Reason] = []
         self._failure: _Failure | None = None
         inputs = compared(ours.inputs, theirs.inputs) or ()
@@ -185,7 +199,8 @@ class _Comparison:
 
     def add(self, pair: Pair, n: int, mine: Call, other: Call, *, is_whole: bool = False) -> None:
         """Compare one call; that of the whole model, if it is no layer itself."""
-        matches = compared(mine.outputs, other.outputs, None if is_whole else pair.module)
+        moves = self._may_move(other)
+        matches = compared(mine.outputs, other.outputs, None if is_whole else pair.module, moves=moves)
         worst = max(matches or (), key=lambda match: match.relative, default=None)
         row = ParityRow(
             path=pair.path,
@@ -200,11 +215,15 @@ class _Comparison:
         )
         self.rows.append(row)
         if self.first is None and not is_whole:
-            self._suspect(row, compared(mine.inputs, other.inputs, pair.module))
+            self._suspect(row, compared(mine.inputs, other.inputs, pair.module, moves=moves))
         if self.first is None and row.agrees:
             self._earlier += [Earlier(f"the output of {row.where}", match) for match in matches or ()]
         elif self.first is None:
             self.first, self._failure = row, _Failure(pair, mine, other, matches, is_whole)
+
+    def _may_move(self, other: Call) -> bool:
+        """Whether axes may be in another order in a call; the whole model's is the last, and has no number."""
+        return self._moves_from < math.inf if other.order < 0 else other.order >= self._moves_from
 
     def _suspect(self, row: ParityRow, inputs: list[Match] | None) -> None:
         """Note another activation, even one so close that the numbers still agree."""
@@ -222,7 +241,7 @@ class _Comparison:
             found = reasons.of_modes(model, torch_module) or self._between(pair, outputs)
             misfit = f"the model's output is {_shown(mine)}, PyTorch's {_shown(other)}"
             return found or (self._unknown("the output") if outputs is not None else Reason(misfit))
-        inputs = compared(mine.inputs, other.inputs, pair.module)
+        inputs = compared(mine.inputs, other.inputs, pair.module, moves=self._may_move(other))
         if inputs is None or all(match.agrees(self._tolerance) for match in inputs):
             found = reasons.of_layer(pair, mine.inputs[0].values.shape if mine.inputs else (), self._torch)
             misfit = f"its output is {_shown(mine)}, PyTorch's {_shown(other)}"

@@ -10,11 +10,13 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _graph
+from lazymods._errors import LazyError
 from lazymods._graph import dotted
-from lazymods.porting.comparing import difference_of, kept_of_torch
+from lazymods.porting.comparing import Kept, difference_of, kept_of_torch
 from lazymods.porting.pairing import Pair
+from lazymods.state.layouts.exporting import written
 from lazymods.state.layouts.site import Refusal
-from lazymods.state.layouts.table import rule_for
+from lazymods.state.layouts.table import rule_for, sites
 
 _TORCH_EPSILONS = ("eps", "variance_epsilon")
 _SAME_VALUES = 1e-6
@@ -94,24 +96,38 @@ def _torch_batch(inner: Any) -> bool:
 
 
 def _of_parameters(pair: Pair, torch: Any) -> Reason | None:
-    """Compare the parameters as PyTorch lays them, where the layer's type is known."""
-    state = pair.module.state_dict()
+    """Compare the parameters as PyTorch lays them, where the layer's type is known; also those of modules inside."""
+    node, theirs = pair.site.node, pair.module.state_dict()
     try:
-        entries, _ = rule_for(type(pair.site.node)).write(pair.site)
-    except Refusal:
+        if any(path for path, inner in _graph.nodes(node) if isinstance(inner, nnx.Module)):
+            entries = written(node, list(sites(node)), names=list(theirs)).entries
+        else:
+            own, _ = rule_for(type(node)).write(pair.site)
+            entries = {name.removeprefix(pair.site.prefix): value for name, value in own.items()}
+    except (Refusal, LazyError):
         return None
-    for name, value in entries.items():
-        leaf = name.removeprefix(pair.site.prefix)
-        if leaf not in state or leaf == "num_batches_tracked":
-            continue
-        (theirs,) = kept_of_torch(state[leaf], torch)
-        mine = np.asarray(value).astype(np.float64)
-        if type(pair.module).__name__ == "Conv1D" and leaf == "weight":  # transformers': it has no transpose
-            mine = mine.T
-        if mine.shape != theirs.values.shape and mine.size == theirs.values.size:
-            continue  # a layout of a library's own
-        if mine.shape != theirs.values.shape or _differ(mine, theirs.values, theirs.precision):
-            return _other_parameter(pair, leaf, mine, theirs.values)
+    mine = {leaf: np.asarray(v) for leaf, v in entries.items() if leaf in theirs and leaf != "num_batches_tracked"}
+    kept = {leaf: kept_of_torch(theirs[leaf], torch)[0] for leaf in mine}
+    for leaf in [leaf for leaf in mine if leaf.startswith("bias_hh")]:
+        both = leaf.replace("_hh", "_ih")
+        if "GRU" not in type(pair.module).__name__ and both in mine:  # of one bias in Flax, PyTorch has the parts
+            mine[both] = mine[both] + mine.pop(leaf)
+            whole = kept[both].values + kept.pop(leaf).values
+            kept[both] = Kept(whole, kept[both].shown, kept[both].precision)
+    for leaf, value in mine.items():
+        reason = _of_parameter(pair, leaf, value.astype(np.float64), kept[leaf])
+        if reason is not None:
+            return reason
+    return None
+
+
+def _of_parameter(pair: Pair, leaf: str, mine: Any, theirs: Kept) -> Reason | None:
+    if type(pair.module).__name__ == "Conv1D" and leaf == "weight":  # transformers': it has no transpose
+        mine = mine.T
+    if mine.shape != theirs.values.shape and mine.size == theirs.values.size:
+        return None  # a layout of a library's own
+    if mine.shape != theirs.values.shape or _differ(mine, theirs.values, theirs.precision):
+        return _other_parameter(pair, leaf, mine, theirs.values)
     return None
 
 

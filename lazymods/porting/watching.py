@@ -17,7 +17,7 @@ import numpy as np
 
 from lazymods._model.hooks import register_forward_hook, register_forward_pre_hook
 from lazymods._snapshot import Snapshot
-from lazymods.porting.comparing import Kept, channel_axis, kept_of_jax, kept_of_torch
+from lazymods.porting.comparing import Kept, channel_axis, kept_of_jax, kept_of_torch, may_move_axes
 
 MODULE = "torch"  # PyTorch is never imported: who has one of its modules has imported it
 
@@ -46,6 +46,8 @@ class Run:
         inputs: The arrays of the whole model's inputs.
         outputs: Those of its outputs.
         channels: Of PyTorch, the axis of the channels, if a layer that has them first took an input as it is.
+        moves_from: Of PyTorch, how many calls had ended when a layer was called that may have its channels or the time
+            before other axes; None if there was none.
         hidden: Of the model, the ids of modules that were called inside a transform, where there are no values.
     """
 
@@ -53,6 +55,7 @@ class Run:
     inputs: list[Kept] = dataclasses.field(default_factory=list)
     outputs: list[Kept] = dataclasses.field(default_factory=list)
     channels: int | None = None
+    moves_from: int | None = None
     hidden: set[int] = dataclasses.field(default_factory=set)
     ended: int = 0
 
@@ -126,6 +129,9 @@ def run_torch(module: Any, watched: Sequence[Any], inputs: Any) -> Run:
         axis = None if tensor is None else channel_axis(type(inner).__name__, tensor.ndim)
         if axis is not None and run.channels is None:
             run.channels = axis
+        rank = max((x.ndim for x in _leaves((args, kwargs)) if isinstance(x, torch.Tensor)), default=0)
+        if run.moves_from is None and may_move_axes(inner, rank):
+            run.moves_from = run.ended
         if id(inner) in keys:
             call = Call(kept_of_torch((args, kwargs), torch))
             run.calls.setdefault(id(inner), []).append(call)

@@ -95,7 +95,7 @@ def load(
             compute in where they follow ``param_dtype`` (recurrent cells keep theirs); ``"file"``: each gets that of
             its entry. None: each keeps its own, as statistics, an optimizer's moments and raw arrays do.
         mesh: The devices that the arrays go to, as ``rules`` say; each process reads what its own hold. None: the mesh
-            of ``jax.set_mesh``, else each array stays where the model has it.
+            of ``jax.set_mesh``, for arrays that are bound to no device; all others stay where the model has them.
         rules: ``(regular expression, PartitionSpec)`` pairs, of which the first wins that is found in a parameter's
             name, or a function of name, shape and dtype that returns a PartitionSpec or None. What no rule names
             follows its ``out_sharding`` metadata; what has none is copied to each device. In a training state the

@@ -69,14 +69,18 @@ def gradient(model: Any, x: jax.Array) -> jax.Array:
     return nnx.value_and_grad(lambda model: model(x).sum())(model)[0]
 
 
+def without_model(run: Any) -> Any:
+    return lambda _, x: run(x)
+
+
 WAYS: dict[str, Any] = {
     "plain": lambda _: lm.jit(call),
     "donated": lambda _: lm.jit(call, donate_state=True),
     "checked": lambda _: lm.jit(call, check=True),
     "deciding": lambda _: lm.jit(deciding),
     "gradient": lambda _: lm.jit(gradient),
-    "the module": lambda model: lambda _, x, run=lm.jit(model): run(x),
-    "closed over": lambda model: lambda _, x, run=lm.jit(lambda x: model(x)): run(x),
+    "the module": lambda model: without_model(lm.jit(model)),
+    "closed over": lambda model: without_model(lm.jit(lambda x: model(x))),
     "inside nnx.jit": lambda _: nnx.jit(lm.jit(call)),
 }
 

@@ -376,6 +376,7 @@ def test_shapes_add_no_programs():
         ({"rules": RULES}, "rules without a mesh"),
         ({"mesh": AbstractMesh((8,), ("d",))}, "an AbstractMesh"),
         ({"mesh": "a mesh"}, "a str"),
+        ({"mesh": "grid", "rules": 5}, r"rules=\n  got:    5\n  needed: a list of"),
         ({"mesh": jax.sharding.Mesh(np.empty(0), ("d",))}, "an empty mesh"),
         ({"mesh": "grid", "device": "first"}, "both mesh= and device="),
     ],

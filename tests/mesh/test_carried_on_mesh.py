@@ -70,7 +70,7 @@ def place_of(name: str, _: Any) -> jax.sharding.PartitionSpec:
 def test_metadata_count_for_an_argument_of_a_transform(way: str, spread: Any) -> None:
     mesh, x = mesh_of(data=4, model=2), np.ones((8, 4), np.float32)
     want = Net(nnx.Rngs(0), is_spread=False)
-    (sized if "materialize" in way else call)(want, x)
+    (sized if "materialize" in way else call)(want, jnp.asarray(x))
     with jax.set_mesh(mesh):
         model = Net(nnx.Rngs(0), is_spread=True)
         WAYS[way](model, jax.device_put(x, jax.NamedSharding(mesh, spread)))

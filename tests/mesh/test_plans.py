@@ -27,6 +27,7 @@ TRANSFORMS = {
     "adam": (optax.adam(1e-3), 2 * ALL, STEPS + 4),
     "adam in bfloat16": (optax.adam(1e-3, mu_dtype=jnp.bfloat16), ALL + ALL // 2, STEPS + 4),
     "chain": (optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 2 * ALL, STEPS + 4),
+    "several steps": (optax.MultiSteps(optax.adam(1e-3), 2), 3 * ALL, STEPS + 4 + 8),  # two counters of its own
     "masked": (
         optax.masked(optax.adam(1e-3), lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
         2 * (KERNEL1 + KERNEL2),
