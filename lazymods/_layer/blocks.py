@@ -38,6 +38,7 @@ def join(
     shared: Sequence[Any] = (),
     places: Mapping[str, Any] | None = None,
     *,
+    outside: Sequence[Any] = (),
     used_up: bool = False,
 ) -> tuple[Any, tuple[Path, ...]]:
     """Make one block of several.
@@ -46,6 +47,8 @@ def join(
         blocks: Blocks of one structure, which differ in the values of their Variables and arrays alone.
         shared: Objects that are shared if a block has them, also if there is only one block.
         places: Where the values of all go, by their names in a block; those of others stay where they are.
+        outside: Variables and objects that are not the blocks' own. All blocks may share one; one of its own for each
+            block could not stay what it is.
         used_up: Whether each Variable of the blocks may lose its value once that is in the one block, so that no more
             than one of its parameters is in memory twice.
 
@@ -55,7 +58,7 @@ def join(
     Raises:
         LazyError: If they differ in anything else; it lists every such place.
     """
-    joining = _Joining(shared, places or {}, used_up)
+    joining = _Joining(shared, places or {}, outside, used_up)
     made = joining.join(blocks, ())
     if joining.problems:
         raise LazyError(*joining.problems, heading="These blocks are not equal, so they can't be one:")
@@ -65,13 +68,17 @@ def join(
 class _Joining:
     """Makes one object of several, at each place of a block."""
 
-    def __init__(self, shared: Sequence[Any], places: Mapping[str, Any], used_up: bool) -> None:
+    def __init__(
+        self, shared: Sequence[Any], places: Mapping[str, Any], outside: Sequence[Any], used_up: bool
+    ) -> None:
         self._places, self._used_up = places, used_up
         self.shared: list[Path] = []
         self.problems: list[Problem] = []
         self._memo: dict[int, tuple[tuple[int, ...], Any]] = {}
         self._known = {id(n) for s in shared for _, n in _graph.nodes(s)}
         self._known |= {id(v) for s in shared for v in _graph.variables(s)}
+        self._outside = {id(value) for value in outside}
+        self._known |= self._outside
 
     def join(self, values: Sequence[Any], path: Path) -> Any:
         first, kind = values[0], kind_of(values[0])
@@ -87,6 +94,11 @@ class _Joining:
         ids = tuple(map(id, values))
         if kind in (VARIABLE, NODE) and len(set(ids)) == 1 and (len(values) > 1 or id(first) in self._known):
             self.shared.append(path)
+            return first
+        if kind in (VARIABLE, NODE) and any(i in self._outside for i in ids):
+            got = f"a {type(first).__name__} in each that was there before the block, tied to something outside"
+            needed = "parts that the blocks make, or one that all of them share"
+            self.problems.append(Problem(dotted(path), got, needed, "nnx.List([make_block(rngs) for _ in range(n)])"))
             return first
         if id(first) in self._memo:
             known, made = self._memo[id(first)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, SupportsIndex
@@ -65,13 +66,16 @@ class Stack(nnx.Module):
             write = "lm.Stack(make_block, 12, rngs=rngs)"
             raise ArgumentError(Problem("n=", repr(n), "a number of blocks, at least one", write))
         self.remat: bool = bool(remat)
+        before = _nnx_objects()
         made = [make_block(rngs) for _ in range(self.n)]
         wrong = [b for b in made if not (isinstance(b, nnx.Module) and callable(b))]
         if wrong:
             needed = "a function of rngs that returns a block, a module that can be called"
             got = f"a function that returns a {type(wrong[0]).__name__}"
             raise ArgumentError(Problem("make_block=", got, needed, "make_block=lambda rngs: Block(rngs=rngs)"))
-        whole, shared = _blocks.join(made, [rngs] if isinstance(rngs, nnx.Pytree) else [])
+        kept = [rngs] if isinstance(rngs, nnx.Pytree) else []
+        outside = before if not any(block is old for block in made for old in before) else []
+        whole, shared = _blocks.join(made, kept, outside=outside)
         self.shared: tuple[tuple[Any, ...], ...] = shared
         self.blocks_as_one: Any = whole
 
@@ -179,3 +183,14 @@ class Stack(nnx.Module):
 
 
 assert TOGETHER == "blocks_as_one"  # the attribute that names of entries leave out
+
+
+def _nnx_objects() -> list[Any]:
+    """Return every Variable and nnx object that is there: what a block holds of them is tied to something outside."""
+    classes: set[type] = set()
+    pending: list[type] = [nnx.Variable, nnx.Pytree]
+    while pending:
+        cls = pending.pop()
+        classes.add(cls)
+        pending += [other for other in cls.__subclasses__() if other not in classes]
+    return [value for value in gc.get_objects() if type(value) in classes]

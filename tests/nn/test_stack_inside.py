@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -142,3 +143,48 @@ def test_one_block() -> None:
     np.testing.assert_array_equal(stack(Y), through(blocks, Y))
     assert stack.blocks_as_one.fc.kernel.shape == (1, WIDTH, WIDTH)
     assert_same(stack, blocks)
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, part: nnx.Module) -> None:
+        self.part, self.fc = part, nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        part: Any = self.part
+        return self.fc(part(x))
+
+
+class Holding(nnx.Module):
+    def __init__(self, form: str, n: int) -> None:
+        rngs = nnx.Rngs(0)
+        self.part = nnx.Linear(4, 4, rngs=rngs)
+        make = functools.partial(Tied, part=self.part)
+        self.blocks: Any = lm.Stack(make, n, rngs=rngs) if form == "stack" else nnx.List([make(rngs) for _ in range(n)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.part(x)
+        if isinstance(self.blocks, lm.Stack):
+            return self.blocks(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_all_blocks_share_with_the_model_stays_tied_to_it(n: int) -> None:
+    x = jax.random.normal(jax.random.key(0), (3, 4))
+    got, want = Holding("stack", n), Holding("list", n)
+    assert got.blocks.blocks_as_one.part is got.part
+    gradients = [nnx.grad(lambda m: (m(x) ** 2).sum())(m) for m in (got, want)]
+    np.testing.assert_allclose(gradients[0]["part"]["kernel"][...], gradients[1]["part"]["kernel"][...], rtol=1e-5)
+    assert len(jax.tree.leaves(nnx.state(got))) == 4  # the part's two, and the two of all blocks
+
+
+def test_a_part_of_the_model_for_each_block_is_refused() -> None:
+    rngs = nnx.Rngs(0)
+    parts = [nnx.Linear(4, 4, rngs=rngs) for _ in range(3)]
+    given = iter(parts)
+    with pytest.raises(lm.LazyError, match="tied to something outside"):
+        lm.Stack(lambda rngs: Tied(rngs, next(given)), 3, rngs=rngs)
+    ready = iter([Tied(rngs, nnx.Linear(4, 4, rngs=rngs)) for _ in range(3)])  # blocks as such are taken over
+    assert lm.Stack(lambda rngs: next(ready), 3, rngs=rngs).blocks_as_one.part.kernel.shape == (3, 4, 4)
