@@ -157,12 +157,12 @@ class Tied(nnx.Module):
 class Holding(nnx.Module):
     def __init__(self, form: str, n: int) -> None:
         rngs = nnx.Rngs(0)
-        self.part = nnx.Linear(4, 4, rngs=rngs)
-        make = functools.partial(Tied, part=self.part)
+        self.a = nnx.Linear(4, 4, rngs=rngs)
+        make = functools.partial(Tied, part=self.a)
         self.blocks: Any = lm.Stack(make, n, rngs=rngs) if form == "stack" else nnx.List([make(rngs) for _ in range(n)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = self.part(x)
+        x = self.a(x)
         if isinstance(self.blocks, lm.Stack):
             return self.blocks(x)
         for block in self.blocks:
@@ -174,9 +174,9 @@ class Holding(nnx.Module):
 def test_what_all_blocks_share_with_the_model_stays_tied_to_it(n: int) -> None:
     x = jax.random.normal(jax.random.key(0), (3, 4))
     got, want = Holding("stack", n), Holding("list", n)
-    assert got.blocks.blocks_as_one.part is got.part
+    assert got.blocks.blocks_as_one.part is got.a
     gradients = [nnx.grad(lambda m: (m(x) ** 2).sum())(m) for m in (got, want)]
-    np.testing.assert_allclose(gradients[0]["part"]["kernel"][...], gradients[1]["part"]["kernel"][...], rtol=1e-5)
+    np.testing.assert_allclose(gradients[0]["a"]["kernel"][...], gradients[1]["a"]["kernel"][...], rtol=1e-5)
     assert len(jax.tree.leaves(nnx.state(got))) == 4  # the part's two, and the two of all blocks
 
 
