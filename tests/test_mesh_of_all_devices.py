@@ -113,7 +113,7 @@ def test_steps_keep_places_and_give_the_values_of_one_device(donate: bool) -> No
         run = lm.jit(step, donate_state=donate)
         return model, [float(run(model, optimizer, x)) for _ in range(4)]
 
-    x = raw(jax.random.normal(jax.random.key(1), SPEC.shape))
+    x: Any = raw(jax.random.normal(jax.random.key(1), SPEC.shape))
     with jax.default_matmul_precision("highest"):
         (spread, losses), (single, want) = trained(on_mesh(0)), trained(on_one(0))
     np.testing.assert_allclose(losses, want, rtol=1e-4)

@@ -72,7 +72,7 @@ def measured(loss: Callable[..., Any], model: Transformer, x: jax.Array, repeats
     graph, state = nnx.split(model)
     gradient = jax.jit(lambda state, x: jax.grad(lambda state: loss(nnx.merge(graph, state), x))(state))
     step = gradient.lower(state, x).compile()
-    memory = step.memory_analysis()
+    memory: Any = step.memory_analysis()
     jax.block_until_ready(step(state, x))
     times = []
     for _ in range(repeats):

@@ -370,7 +370,8 @@ def child(options: argparse.Namespace) -> None:
 
     if options.processes > 1:
         place = {"num_processes": options.processes, "process_id": options.process}
-        on_gpu = {} if os.environ.get("JAX_PLATFORMS") == "cpu" else {"local_device_ids": [options.process]}
+        is_cpu = os.environ.get("JAX_PLATFORMS") == "cpu"
+        on_gpu: dict[str, Any] = {} if is_cpu else {"local_device_ids": [options.process]}
         jax.distributed.initialize(f"127.0.0.1:{options.port}", **place, **on_gpu)
     row = ROWS[options.row](options, options.devices, Path(options.folder))
     print(json.dumps(row.found), flush=True)

@@ -123,7 +123,7 @@ def main() -> None:
                 ratio = statistics.median(r[what] / p[what] for r, p in zip(rows, against, strict=True))
                 text += f"  {what} {ratio:5.2f} x {other}"
         print(f"{form:6} {depth:3} blocks  {text}", flush=True)
-    ends = [found.get(("stack", depth)) for depth in (min(options.depths), max(options.depths))]
+    ends = [found.get(("stack", depth), []) for depth in (min(options.depths), max(options.depths))]
     if ends[0] and ends[1] and ends[0] is not ends[1]:
         compiling = [[row["first"] - row["step"] for row in rows] for rows in ends]
         ratio = statistics.median(b / a for a, b in zip(*compiling, strict=True))

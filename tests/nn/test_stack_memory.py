@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +79,7 @@ def test_when_it_is_loaded(name: str, tmp_path: Path, most: list[int]) -> None:
 
 
 def test_a_training_state_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def state_of(seed: int) -> dict[str, object]:
+    def state_of(seed: int) -> dict[str, Any]:
         model = stack_of(seed)
         return {"model": model, "optimizer": lm.LazyOptimizer(model, optax.adam(1e-3), wrt=nnx.Param)}
 

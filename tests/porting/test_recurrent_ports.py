@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,8 @@ class VoiceEncoder(nnx.Module):
 
     def __call__(self, mels: jax.Array) -> jax.Array:
         for layer in self.lstm:
-            mels = layer(mels)
+            rnn: Any = layer
+            mels = rnn(mels)
         embedding = jax.nn.relu(self.linear(mels[:, -1]))
         return embedding / jnp.linalg.norm(embedding, axis=1, keepdims=True)
 
@@ -45,7 +47,7 @@ def test_resemblyzer() -> None:
     if spec is None or spec.origin is None:
         pytest.skip("resemblyzer is not installed: pip install --no-deps resemblyzer")
     file = Path(spec.origin).parent / "pretrained.pt"
-    model = VoiceEncoder(rngs=nnx.Rngs(0))
+    model: Any = VoiceEncoder(rngs=nnx.Rngs(0))
     result = lm.load(model, file, layout="torch", root="model_state", ignore=["similarity_.*"])
     assert (result.missing, result.unexpected, result.root) == ([], [], "model_state")
     assert model.lstm[0].cell.in_features == 40
@@ -65,11 +67,11 @@ def test_resemblyzer() -> None:
 CHANNELS = (4, 8, 16, 16, 32, 32, 32)
 
 
-def torch_crnn(hidden: int, classes: int) -> torch.nn.Module:
+def torch_crnn(hidden: int, classes: int) -> Any:
     """The network of EasyOCR's models of the second generation, with its names."""
     from torch import nn
 
-    def conv(inputs: int, features: int, **options) -> nn.Module:
+    def conv(inputs: int, features: int, **options) -> Any:
         return nn.Conv2d(inputs, features, 3, 1, 1, **options)
 
     class Features(nn.Module):
@@ -132,7 +134,7 @@ class Features(nnx.Module):
 class Bidirectional(nnx.Module):
     def __init__(self, hidden: int, *, rngs: nnx.Rngs) -> None:
         forward, backward = (nnx.RNN(lm.LazyLSTMCell(hidden, rngs=rngs)) for _ in range(2))
-        self.rnn = nnx.Bidirectional(forward, backward, rngs=rngs)
+        self.rnn: Any = nnx.Bidirectional(forward, backward, rngs=rngs)
         self.linear = lm.LazyLinear(hidden, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:

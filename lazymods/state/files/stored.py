@@ -83,7 +83,8 @@ class StoredTensor:
 
     def start(self) -> Callable[[], Array]:
         """Start to read its values, if its format reads several tensors at a time; return what waits for them."""
-        return self.source.start() if hasattr(self.source, "start") else self.read
+        start: Callable[[], Callable[[], Array]] | None = getattr(self.source, "start", None)
+        return self.read if start is None else start()
 
     @property
     def is_read_in_parts(self) -> bool:

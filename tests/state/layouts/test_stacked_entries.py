@@ -63,7 +63,7 @@ def test_square_adapters_of_a_stack() -> None:
 def test_stacked_statistics_after_a_flatten() -> None:
     mean = np.arange(2 * 12, dtype=np.float32).reshape(2, 12)
     norm = nnx.vmap(lambda key: nnx.BatchNorm(12, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
-    model = nnx.Dict(m=norm(jax.random.split(jax.random.key(0), 2)))
+    model: Any = nnx.Dict(m=norm(jax.random.split(jax.random.key(0), 2)))
     names = ("running_mean", "running_var", "weight", "bias")
     lm.load(model, {f"m.{name}": mean for name in names}, layout="torch", flatten={"m": (2, 2, 3)})
     want = mean.reshape(2, 3, 2, 2).transpose(0, 2, 3, 1).reshape(2, 12)
