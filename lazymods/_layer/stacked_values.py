@@ -98,6 +98,22 @@ def _parts(array: Any, n: int, abstract: bool) -> list[Any]:
         return _memory.transfer([_memory.Incoming(host[i], host.dtype, where, False) for i in range(n)])
 
 
+def rows(tree: Any, n: int) -> list[Any]:
+    """Return what lies along the first axis, each part on all devices of its mesh, as what is computed together must be.
+
+    A part of an axis that is split is on some of the devices only.
+    """
+
+    def everywhere(whole: Any, part: Any) -> Any:
+        place = place_of(whole)
+        if not isinstance(place, jax.sharding.NamedSharding) or not any(place.spec[:1]):
+            return part
+        own = jax.sharding.PartitionSpec(*place.spec[1:])
+        return jax.device_put(part, jax.sharding.NamedSharding(place.mesh, own, memory_kind=place.memory_kind))
+
+    return [jax.tree.map(everywhere, tree, part) for part in parts(tree, n)]
+
+
 def place_of(value: Any) -> Any:
     """Return the sharding that an array is bound to; None if it is bound to none, or in a trace."""
     is_here = isinstance(value, jax.Array) and _compat.are_concrete([value]) and not is_key(value)

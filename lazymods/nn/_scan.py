@@ -18,6 +18,7 @@ from flax import nnx
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem, ShapeInferenceError, describe
 from lazymods._graph import ARRAY, NODE, OTHER, VARIABLE, kind_of
+from lazymods._initial import shards
 from lazymods._layer import stacked_values
 from lazymods._layer.blocks import LAYERS, has_no_layers, raw_of, with_axis, without_axis
 from lazymods._layer.copying import copied, rebuilt
@@ -70,7 +71,7 @@ class BlockCall:
         if scanning:
             (x, carried), found = jax.lax.scan(lambda c, s: step(*c, s), (x, carried), slices, length=self._n)
         else:
-            rows = list(zip(*[stacked_values.parts(s, self._n) for s in slices], strict=True)) or [()] * self._n
+            rows = list(zip(*[stacked_values.rows(s, self._n) for s in slices], strict=True)) or [()] * self._n
             outputs = []
             for row in rows:
                 (x, carried), new = step(x, carried, list(row))
@@ -171,7 +172,7 @@ class BlockCall:
         for copy, value in values.items():
             owner = originals.get(copy)
             if isinstance(owner, nnx.Variable):
-                owner.set_raw_value(value)
+                owner.set_raw_value(_where_it_was(owner.get_raw_value(), value))
         self._write_objects(originals, values)
 
     def _pairs(self) -> list[tuple[Any, Any]]:
@@ -214,6 +215,13 @@ class BlockCall:
         if list(held) == list(new) and all(held[k] is v for k, v in new.items()):
             return before
         return rebuilt(after, kind, new)
+
+
+def _where_it_was(before: Any, value: Any) -> Any:
+    """Bring what layers that were called one after the other have made to where the stack has it on a mesh."""
+    place = stacked_values.place_of(before)
+    is_here = isinstance(place, jax.sharding.NamedSharding) and stacked_values.place_of(value) is not None
+    return shards.put(value, place) if is_here and value.shape == before.shape else value
 
 
 def _is_object(value: Any) -> bool:

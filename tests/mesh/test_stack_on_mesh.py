@@ -114,3 +114,47 @@ def test_a_step_on_a_mesh() -> None:
         atol=1e-6,
     )
     assert_placed(model.blocks.blocks_as_one.fc.kernel.get_value(), mesh, P("layers", None, "model"))
+
+
+class Counting(Block):
+    """A block that keeps statistics as well."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        super().__init__(rngs)
+        self.statistics = lm.LazyBatchNorm(rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.statistics(super().__call__(x))
+
+
+def spread(kind: str) -> Any:
+    model = nnx.Dict(blocks=lm.Stack(Counting, 4, rngs=nnx.Rngs(0)))
+    rules = [("mean|var", P("layers"))] if kind == "layers" else []
+    rules += [("kernel", SPECS[kind]("blocks.fc.kernel"))]
+    lm.materialize(model["blocks"], X, mesh=mesh_of(layers=2, model=4), rules=rules)
+    return model["blocks"]
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("how", ["call", "vmap", "grad"])
+def test_called_outside_of_jit(kind: str, how: str) -> None:
+    got, want = spread(kind), lm.Stack(Counting, 4, rngs=nnx.Rngs(0))
+    lm.materialize(want, X)
+    places = [v.sharding for v in jax.tree.leaves(nnx.state(got, nnx.BatchStat))]
+    x = jax.random.normal(jax.random.key(0), X.shape)
+
+    def result(stack: Any) -> Any:
+        if how == "vmap":
+            stack.eval()
+            return jax.vmap(stack)(x[None])
+        if how == "grad":
+            return nnx.to_pure_dict(nnx.grad(lambda stack: (stack(x) ** 2).sum())(stack))
+        return stack(x)
+
+    outputs = jax.tree.map(np.asarray, (result(got), result(want)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *outputs)
+    state = [jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(s, nnx.BatchStat))) for s in (got, want)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *state)
+    if how == "call":
+        now = jax.tree.leaves(nnx.state(got, nnx.BatchStat))
+        assert all(v.sharding.is_equivalent_to(place, v.ndim) for v, place in zip(now, places, strict=True))
