@@ -99,7 +99,7 @@ def _parts(array: Any, n: int, abstract: bool) -> list[Any]:
 
 
 def rows(tree: Any, n: int) -> list[Any]:
-    """Return what lies along the first axis, each part on all devices of its mesh, as what is computed together must be.
+    """Return what lies along the first axis, each part on all devices of its mesh, as what is computed with it is.
 
     A part of an axis that is split is on some of the devices only.
     """
