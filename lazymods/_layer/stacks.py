@@ -197,11 +197,7 @@ def _keep_values(whole: Any, blocks: list[Any], n: int) -> None:
                 continue
             if id(owner) not in parts:
                 parts[id(owner)] = stacked_values.parts(_blocks.raw_of(owner), n)
-            kept = jax.tree.map(lambda new, old: old if _is_abstract(new) else new, raw, parts[id(owner)][i])
-            if kind_of(value) is _graph.ARRAY:
-                put(block, path, kept)
-            else:
-                _compat.SET_RAW(value, kept)
+            _fill_in(block, path, value, parts[id(owner)][i])
 
 
 def _keep_whole(whole: Any, joined: Any) -> None:
@@ -209,11 +205,16 @@ def _keep_whole(whole: Any, joined: Any) -> None:
     for path, _, _, value in list(_graph.entries(joined)):
         raw, owner = _blocks.raw_of(value), _graph.at(whole, path)
         if owner is not _graph.MISSING and _has_abstract(raw):
-            kept = jax.tree.map(lambda new, old: old if _is_abstract(new) else new, raw, _blocks.raw_of(owner))
-            if kind_of(value) is _graph.ARRAY:
-                put(joined, path, kept)
-            else:
-                _compat.SET_RAW(value, kept)
+            _fill_in(joined, path, value, _blocks.raw_of(owner))
+
+
+def _fill_in(block: Any, path: Path, value: Any, old: Any) -> None:
+    """Put old values where a Variable or array of a block has shapes alone."""
+    kept = jax.tree.map(lambda new, old: old if _is_abstract(new) else new, _blocks.raw_of(value), old)
+    if kind_of(value) is _graph.ARRAY:
+        put(block, path, kept)
+    else:
+        _compat.SET_RAW(value, kept)
 
 
 def _has_abstract(raw: Any) -> bool:
