@@ -15,6 +15,7 @@ import jax
 from jax._src.linear_util import StoreException
 from jax.core import ShapedArray, Trace, Tracer, eval_jaxpr
 from jax.extend.core import jaxprs_in_params, set_current_trace
+from jax.extend.core.primitives import jit_p, scan_p
 from jax.extend.linear_util import WrappedFun
 
 from lazymods._compat.finding import require
@@ -48,7 +49,8 @@ class SavingTrace(Trace):
         if primitive in OWN or allocates(primitive) or not any([isinstance(x, Tracer) for x in tracers]):
             with set_current_trace(self.parent):
                 return primitive.bind(*tracers, **params)
-        if any([jaxpr.effects or _saves(jaxpr) for jaxpr in jaxprs_in_params(params)]):
+        inner = jaxprs_in_params(params)
+        if _scans(primitive, params) or any([jaxpr.effects or _saves(jaxpr) for jaxpr in inner]):
             params = {name: self._inside(value) for name, value in params.items()}  # what is in there, one by one
             with set_current_trace(self.parent):
                 return primitive.bind(*tracers, **params)
@@ -142,6 +144,17 @@ def _is_filled(store: Any) -> bool:
 def _saves(jaxpr: Any) -> bool:
     """Whether a block of its own is somewhere in a jaxpr: the innermost one counts."""
     return any([e.primitive in OWN or any(map(_saves, jaxprs_in_params(e.params))) for e in jaxpr.eqns])
+
+
+def _scans(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether an operation is a scan, or a jit of one.
+
+    What an iteration keeps is packed by itself, as that of layers in turn is. What all keep would lie whole beside what
+    it is packed as.
+    """
+    if primitive is jit_p:
+        return any([_scans(e.primitive, e.params) for jaxpr in jaxprs_in_params(params) for e in jaxpr.eqns])
+    return primitive is scan_p
 
 
 @contextlib.contextmanager

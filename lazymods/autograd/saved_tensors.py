@@ -132,8 +132,9 @@ def saved_tensors_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
     The block is used inside of the function that is differentiated, by whatever transform. Each operation in it calls
     ``pack`` with every array that it keeps, integers and booleans too, and ``unpack`` with what that returned, when the
     backward pass comes to it. Nothing is called where nothing is differentiated. In nested blocks the innermost one
-    counts. A ``jax.grad`` that is started inside of a block is not covered: the block belongs into its function.
-    Forward-mode derivatives go through both functions as well, and so do derivatives of higher order.
+    counts. In a scan ``pack`` gets what one iteration keeps. A ``jax.grad`` that is started inside of a block is not
+    covered: the block belongs into its function. Forward-mode derivatives go through both functions as well, and so do
+    derivatives of higher order.
 
     Args:
         pack: Gets an array; returns a pytree of arrays, which is what is kept.
@@ -168,8 +169,10 @@ def save_on_cpu() -> Block:
 
     It is brought back when the backward pass comes to it: time for memory of the device. On a CPU it costs a copy.
 
-    What ``jax.vjp`` returns holds arrays in the host's memory. Where one compiled program has both passes, XLA decides:
-    on a GPU (H200, jax 0.11.2) it left all but 8% on the device. ``recompute`` saves memory there.
+    What ``jax.vjp`` returns holds arrays in the host's memory. Where one compiled program has both passes, as in
+    ``jax.jit(jax.grad(f))``, layers on a GPU are to be a scan (``lm.Stack``, ``jax.lax.scan``): what an iteration keeps
+    leaves the device before the next one. Outside of a scan XLA drops the moves: the values are right, and all stays on
+    the device; :func:`recompute` saves memory there (H200, jax 0.11.2).
 
     Returns:
         A block as of :func:`saved_tensors_hooks`.

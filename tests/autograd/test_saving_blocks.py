@@ -285,3 +285,67 @@ def test_recompute_does_not_lose_what_it_cannot_write():
     nnx.grad(lambda n, x: ag.recompute(n)(x).sum(), argnums=1)(norm, x)
     nnx.grad(lambda n, x: n(x).sum(), argnums=1)(other, x)
     same(norm.mean[...], other.mean[...])
+
+
+# ---------------------------------------------------------------- layers that are a scan
+
+
+def in_eighths(a):
+    """Round by the largest of what one operation keeps: what is packed at once decides on the values."""
+    largest = abs(a).max() + 1e-6
+    return (a / largest * 8).round(), largest
+
+
+IN_TURN = {
+    "scan": lambda body, x, layers: jax.lax.scan(lambda x, w: (body(w, x), None), x, layers)[0],
+    "reversed": lambda body, x, layers: jax.lax.scan(lambda x, w: (body(w, x), None), x, layers[::-1], reverse=True)[0],
+    "unrolled": lambda body, x, layers: jax.lax.scan(lambda x, w: (body(w, x), None), x, layers, unroll=2)[0],
+    "jit": lambda body, x, layers: jax.jit(IN_TURN["scan"], static_argnums=0)(body, x, layers),
+    "remat": lambda body, x, layers: IN_TURN["scan"](jax.checkpoint(body), x, layers),
+}
+
+
+FORMS = [*[(how, "scan") for how in HOW], *[("jit_of_grad", form) for form in IN_TURN if form != "scan"]]
+
+
+@pytest.mark.parametrize(("how", "form"), FORMS)
+def test_each_iteration_of_a_scan_is_packed_alone_as_layers_in_turn_are(how, form):
+    layers = jnp.asarray(np.random.default_rng(0).normal(size=36), jnp.float32)
+
+    def body(w, x):
+        return jnp.sin(x @ w) * x
+
+    def loss(run):
+        def f(flat):
+            with ag.saved_tensors_hooks(in_eighths, lambda kept: kept[0] * kept[1] / 8):
+                return (run(body, jnp.asarray(V), flat.reshape(4, 3, 3)) ** 2).sum()
+
+        return HOW[how](f)(layers)
+
+    def in_turn(body, x, layers):
+        for w in layers:
+            x = (jax.checkpoint(body) if form == "remat" else body)(w, x)
+        return x
+
+    np.testing.assert_allclose(loss(IN_TURN[form]), loss(in_turn), rtol=2e-5, atol=1e-6)
+
+
+def test_a_stack_sends_each_layer_to_the_host_by_itself():
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.fc = nnx.Linear(4, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return jnp.sin(self.fc(x))
+
+    stack = lm.Stack(Block, 3, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(stack)
+
+    def loss(state):
+        with ag.save_on_cpu():
+            return nnx.merge(graph, state)(jnp.ones((2, 4))).sum()
+
+    sent = [e for e in jax.make_jaxpr(jax.grad(loss))(state).eqns if e.primitive.name == "device_put"]
+    assert not [v for e in sent for v in e.invars if v.aval.shape[:1] == (3,)]  # no array of all layers
+    report = ag.saved_bytes(loss, state)
+    assert report.total == sum(row.nbytes for row in report.rows if row.is_on_host) > 0

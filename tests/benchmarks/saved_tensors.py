@@ -1,7 +1,8 @@
 """What a 12-layer transformer keeps between forward and backward, and what its step costs, with blocks and without.
 
 Prints the bytes that are kept, in all and without parameters, the bytes that a compiled step takes beside its arguments
-and results, in the device's memory and in that of the host (on a GPU), and its time.
+and results, in the device's memory and in that of the host (on a GPU), and its time. The layers are a list, then a
+``lm.Stack``, which is a scan.
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ class Layer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    def __init__(self, layers: int, width: int, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([Layer(width, rngs) for _ in range(layers)])
+    def __init__(self, layers: int, width: int, rngs: nnx.Rngs, stacked: bool) -> None:
+        if stacked:
+            self.layers: Any = lm.Stack(lambda rngs: Layer(width, rngs), layers, rngs=rngs)
+        else:
+            self.layers = nnx.List([Layer(width, rngs) for _ in range(layers)])
 
 
 def loss_of(call: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -58,6 +62,17 @@ def in_block(block: Any) -> Callable[..., Any]:
     return run
 
 
+def loss_of_stack(model: Transformer, x: jax.Array) -> jax.Array:
+    """Return the loss of layers that are one."""
+    return (model.layers(x) ** 2).mean()
+
+
+def on_cpu(model: Transformer, x: jax.Array) -> jax.Array:
+    """Return the loss of layers that are one, in a block."""
+    with ag.save_on_cpu():
+        return loss_of_stack(model, x)
+
+
 LOSSES = {
     "none": loss_of(lambda layer, x: layer(x)),
     "save_as(bfloat16)": in_block(ag.save_as(jnp.bfloat16)),
@@ -65,6 +80,7 @@ LOSSES = {
     "recompute": loss_of(lambda layer, x: ag.recompute(layer)(x)),
     "nnx.remat": loss_of(nnx.remat(lambda layer, x: layer(x))),
 }
+LOSSES_OF_STACKS = {"stack": loss_of_stack, "stack, save_on_cpu": on_cpu}
 
 
 def measured(loss: Callable[..., Any], model: Transformer, x: jax.Array, repeats: int) -> tuple[int, int, float]:
@@ -88,14 +104,16 @@ def main() -> None:
     for name, default in {"layers": 12, "width": 64, "batch": 4, "length": 64, "repeats": 10}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
-    model = Transformer(options.layers, options.width, nnx.Rngs(0))
+    rows = [(name, loss, False) for name, loss in LOSSES.items()]
+    rows += [(name, loss, True) for name, loss in LOSSES_OF_STACKS.items()]
+    models = {stacked: Transformer(options.layers, options.width, nnx.Rngs(0), stacked) for stacked in (False, True)}
     x = jax.random.normal(jax.random.key(0), (options.batch, options.length, options.width))
-    reports = {name: ag.saved_bytes(loss, model, x) for name, loss in LOSSES.items()}
+    reports = {name: ag.saved_bytes(loss, models[stacked], x) for name, loss, stacked in rows}
     whole = reports["none"].total
     print(f"{'':20}{'bytes':>14}{'of none':>9}{'no parameters':>15}{'device':>15}{'host':>15}{'step':>9}")
-    for name, loss in LOSSES.items():
+    for name, loss, stacked in rows:
         report = reports[name]
-        device, host, seconds = measured(loss, model, x, options.repeats)
+        device, host, seconds = measured(loss, models[stacked], x, options.repeats)
         beside = report.total - report.of_arguments
         bytes_kept = f"{report.total:14,}{report.total / whole:9.3f}{beside:15,}"
         print(f"{name:20}{bytes_kept}{device:15,}{host:15,}{seconds * 1e3:6.1f} ms")
