@@ -131,7 +131,8 @@ class Survey:
 
     Attributes:
         model: The model.
-        nodes: Its nnx objects, with their paths.
+        nodes: Its nnx objects, with their paths, one that is shared under its first name only.
+        named_nodes: The same, one that is shared under each of its names.
         places: Its entries by name.
         hooked: Those objects that have hooks.
     """
@@ -139,7 +140,11 @@ class Survey:
     def __init__(self, model: Any) -> None:
         check_is_model(model, to_write=True)
         self.model = model
-        self.nodes: list[Any] = _graph.nodes(model)
+        self.named_nodes: list[Any] = _graph.named_nodes(model)
+        first: dict[int, Any] = {}
+        for path, node in self.named_nodes:
+            first.setdefault(id(node), (path, node))
+        self.nodes: list[Any] = list(first.values())
         self.places: dict[str, Place] = named_places(model)
         self.hooked: list[Any] = [(path, node) for path, node in self.nodes if hooks_of(node)]
 

@@ -103,7 +103,7 @@ def _laid(
     if layout == "torch" and flow.rename_given:
         from lazymods.state.layouts.lora import name_as_laid
 
-        nodes = {dotted(path): node for path, node in survey.nodes}
+        nodes = {dotted(path): node for path, node in survey.named_nodes}
         given = {name_as_laid(name, entry.sources, nodes.get): entry for name, entry in given.items()}
     spelled = names.matched(survey, {name: e.tensor for name, e in given.items()}, leaves=layout == "flax")
     final = {new: given[name] for new, name in spelled.items()}
