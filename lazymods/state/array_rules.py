@@ -71,6 +71,21 @@ def check_whole(values: Sequence[Any], names: Sequence[Any]) -> None:
         raise Unfit(f"a model without the part {', '.join(lacking)}", "all parts of one entry of the file")
 
 
+def as_before(value: Any, made: StoredTensor, given: StoredTensor, otherwise: Any) -> Any:
+    """Return the array that a file gave where what was made of it is still there, and something else where it is not.
+
+    Args:
+        value: What is there now.
+        made: What was made of the file's array.
+        given: That array.
+        otherwise: What is computed from ``value``, in places where that is another number than was made.
+    """
+    if value.shape != made.shape:
+        return otherwise
+    same = value == made.read().astype(value.dtype)
+    return np.where(same, given.read().astype(otherwise.dtype), otherwise)
+
+
 # ---------------------------------------------------------------- one array to one
 
 
@@ -202,6 +217,10 @@ class Add(_OneByOne):
         return [derived(tensor, tensor.shape, lambda: wide(tensor.read()) + kind.type(self.value), kind)]
 
     def backward(self, values: Sequence[Any], inputs: Sequence[StoredTensor]) -> list[Any]:
-        """Subtract."""
+        """Give the file's numbers where the sum is theirs, else subtract: the difference is rounded again."""
         value = wide(values[0])
-        return [value - value.dtype.type(self.value)]
+        return [as_before(values[0], self.forward(inputs, 1)[0], inputs[0], value - value.dtype.type(self.value))]
+
+    def keeps(self, index: int) -> bool:
+        """Keep the file's numbers: a difference does not give all of their bits."""
+        return True

@@ -110,7 +110,7 @@ def wrong_heads(survey: Survey, config: Config, loaded: Iterable[str]) -> list[P
     for kind, attributes in _OURS.items():
         numbers = config.numbers(kind)
         for path, node in survey.nodes if numbers else ():
-            for name, value in _said(node, attributes) if prefix_of(path) in filled else ():
+            for name, value in told_by(node, attributes) if prefix_of(path) in filled else ():
                 if type(value) is not int or value in numbers:
                     continue
                 wanted = " or ".join(map(str, numbers))
@@ -133,7 +133,7 @@ def _prefixes(names: Iterable[str]) -> set[str]:
     return out
 
 
-def _said(node: Any, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+def told_by(node: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Return what a module says by some names, itself or in its ``config``."""
     held = vars(node)
     config = held.get("config", held.get("cfg"))
@@ -166,7 +166,7 @@ def _epsilons(nodes: Iterable[tuple[Any, Any]], config: Config) -> Iterator[str]
         is_rms = isinstance(node, nnx.RMSNorm) or "rms" in cls.__name__.lower()
         keys = (_RMS, _ANY_NORM) if is_rms else (_ANY_NORM, _RMS)
         said = [(k, v) for k, v in config.find(keys[0]) or config.find(keys[1]) if isinstance(v, (int, float))]
-        for name, value in _said(node, _EPSILONS):
+        for name, value in told_by(node, _EPSILONS):
             if not said or not isinstance(value, float) or any(math.isclose(value, v, rel_tol=1e-3) for _, v in said):
                 continue
             key, wanted = said[0]
@@ -186,7 +186,7 @@ def _activations(nodes: Iterable[tuple[Any, Any]], config: Config) -> Iterator[s
     wanted = [_FUNCTIONS[name]() for _, name in said]
     told: dict[str, list[str]] = {}
     for path, node in nodes:
-        for name, value in _said(node, _OUR_ACTS):
+        for name, value in told_by(node, _OUR_ACTS):
             ours = _values_of(value)
             if ours is not None and not any(np.allclose(ours, one, atol=1e-4) for one in wanted):
                 shown = repr(value) if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)

@@ -59,7 +59,7 @@ def prepare(
     if layout == "torch":
         from lazymods.state.adapters import adapter_rules
 
-        first, notes = adapter_rules(file, stored)
+        first, notes = adapter_rules(file, stored, survey.nodes)
     flow = transformed(stored, rename, first)
     given = flow.by_name()
     _refuse(survey, file, flow.problems)
