@@ -33,6 +33,7 @@ from lazymods.porting.watching import (
 )
 from lazymods.state import LoadResult
 from lazymods.state.layouts.site import Site
+from lazymods.state.options import wrong
 
 _ROUNDING = 1e-6  # relative differences that layers of a network have anyway
 
@@ -70,13 +71,14 @@ def parity(
     Raises:
         UninitializedError: If a parameter of either has no value yet.
         LazyError: Inside a transform or a block of lazy tensors.
-        TypeError: If ``model`` is no nnx module, or ``torch_module`` no module of PyTorch.
+        ArgumentError: If ``model`` is no nnx module, or ``torch_module`` no module of PyTorch.
     """
     torch = sys.modules.get(MODULE)
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"parity compares an nnx.Module, got {type(model).__name__}")
+        raise wrong("lm.parity: model", type(model), "an nnx.Module", "lm.parity(model, torch_module, inputs)")
     if torch is None or not isinstance(torch_module, torch.nn.Module):
-        raise TypeError(f"parity compares with a torch.nn.Module, got {type(torch_module).__name__}")
+        line = "lm.parity(model, torch_module, inputs)"
+        raise wrong("lm.parity: torch_module", type(torch_module), "a torch.nn.Module", line)
     _check_outside_of_traces(model)
     _check_initialized(model, torch_module)
     with lifecycle.LOCK:

@@ -19,7 +19,7 @@ from lazymods._errors import describe
 from lazymods._initial.keys import is_key
 from lazymods._layer import lifecycle, stacks
 from lazymods._shardings import Rules
-from lazymods.state import modes, tied_heads
+from lazymods.state import modes, options, tied_heads
 from lazymods.state.beside import Beside
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, check_booleans, is_mapped, printable, refuse
@@ -114,9 +114,8 @@ def load(
         UninitializedError: If a lazy layer is an argument of a transform of Flax that cannot carry new parameters out.
         LazyError: If parameters do not fit on the mesh; it lists all of them.
         FileNotFoundError: If there is no such file.
-        TypeError: If the model is neither an nnx object nor a dict or list that can be written to, or the source or
-            ``rename`` is none.
-        ValueError: If an argument has no such choice.
+        ArgumentError: If the model is neither an nnx object nor a dict or list that can be written to, the source is
+            none, or another argument is none that it takes, such as an expression that is not regular.
 
     Warns:
         UserWarning: If a part of ``rename`` fits no entry, or drops one that the model then misses; if two parameters
@@ -139,7 +138,7 @@ def load(
     """
     _check_options(layout, flatten, dtype, mode)
     placing = placing_for(mesh, rules)
-    ignored, may_miss = _patterns("ignore", ignore), _patterns("missing", missing)
+    ignored, may_miss = options.patterns("lm.load: ignore", ignore), options.patterns("lm.load: missing", missing)
     with lifecycle.LOCK, stacks.apart(abstract=True):
         survey = Survey(model)
 
@@ -188,13 +187,13 @@ def load(
                 beside.wrong_heads(),
                 placing,
             )
-            options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
+            how = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if is_training_state(model):
                 from lazymods.state import training  # with the optimizers, which many loads do without
 
-                result = training.load_entries(model, entries, **options)
+                result = training.load_entries(model, entries, **how)
             else:
-                result = load_entries(model, entries, survey=survey, **options)
+                result = load_entries(model, entries, survey=survey, **how)
     result.ignored = [begin + s for name in left for s in prepared.sources[name]]
     result.root = begin.rstrip(".")
     result.notes = [*_notes(left, begin, roots), *prepared.notes, *result.notes]
@@ -204,21 +203,23 @@ def load(
 
 def _check_options(layout: str, flatten: Mapping[str, Sequence[int]] | None, dtype: Any, mode: str | None) -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"layout is one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+        raise options.wrong("lm.load: layout", layout, f"one of {', '.join(map(repr, LAYOUTS))}", 'layout="torch"')
     if flatten and layout != "torch":
-        raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
+        needed = "flatten reorders what PyTorch flattened, and needs its layout"
+        raise options.wrong("lm.load: layout", layout, needed, 'layout="torch"')
     keeps = isinstance(dtype, str) and dtype == "file"
-    if dtype is not None and not keeps and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
+    if dtype is not None and not keeps and not _is_floating(dtype):
+        needed = 'a floating-point dtype, which the parameters get, or "file" for that of each entry'
+        raise options.wrong("lm.load: dtype", dtype, needed, "dtype=jnp.bfloat16")
     if mode is not None and mode not in modes.MODES:
-        raise ValueError(f"mode is one of {', '.join(map(repr, modes.MODES))}, got {mode!r}")
+        raise options.wrong("lm.load: mode", mode, f"one of {', '.join(map(repr, modes.MODES))}", 'mode="eval"')
 
 
-def _patterns(what: str, given: str | Sequence[str]) -> list[re.Pattern[str]]:
-    listed = [given] if isinstance(given, str) else list(given)
-    if not all(isinstance(pattern, str) for pattern in listed):
-        raise TypeError(f"{what} is a regular expression, or several, got {given!r}")
-    return [re.compile(pattern) for pattern in listed]
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
 
 
 def _ignored(

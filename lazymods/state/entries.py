@@ -17,6 +17,7 @@ from lazymods._initial.keys import is_key
 from lazymods._layer.lifecycle import TRANSIENT
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
+from lazymods._refusals import ArgumentError
 from lazymods.state.static_fields import static_leaves, structure_of, with_fields
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
@@ -27,12 +28,12 @@ def check_is_model(model: Any, *, to_write: bool = False) -> None:
     """Refuse what has no entries, or none that could be written.
 
     Raises:
-        TypeError: If it is no nnx object, and no dict or list of things.
+        ArgumentError: If it is no nnx object, and no dict or list of things.
     """
     if isinstance(model, (nnx.Pytree, MutableMapping, list)) or (isinstance(model, Mapping) and not to_write):
         return
-    needed = "an nnx module, or a dict of a training state"
-    raise TypeError(f'{needed}, is what has entries, got {describe(model)}; a dict can hold it: {{"state": ...}}')
+    needed = "what has entries: an nnx module, or a dict of a training state"
+    raise ArgumentError(Problem("the model", describe(model), needed, '{"state": ...}  # a dict that holds it'))
 
 
 def base_name(name: str) -> str:

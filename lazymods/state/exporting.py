@@ -16,6 +16,7 @@ from lazymods.state.layouts.exporting import second, without_layers
 from lazymods.state.layouts.table import sites
 from lazymods.state.load import LoadResult
 from lazymods.state.noted import WayBack
+from lazymods.state.options import wrong
 from lazymods.state.way_back import as_loaded
 
 
@@ -53,7 +54,7 @@ def export_torch(
         UninitializedError: If a parameter has no value yet.
         StateDictError: If PyTorch cannot hold a layer exactly, ``flatten`` does not fit, or the file's entries cannot
             hold what the model has now.
-        TypeError: If ``like`` is no result of :func:`lazymods.load`.
+        ArgumentError: If ``like`` is no result of :func:`lazymods.load`.
 
     Example:
         >>> import lazymods as lm
@@ -65,7 +66,8 @@ def export_torch(
     if like is not None:
         way = like.way_back if isinstance(like, LoadResult) else None
         if way is None:
-            raise TypeError(f"like is the result of lm.load, got {type(like).__name__} of something else")
+            line = "result = lm.load(model, path); lm.export_torch(model, like=result)"
+            raise wrong("lm.export_torch: like", like, "the result of lm.load", line)
         flatten = way.flatten if flatten is None else flatten
     with stacks.apart():
         out, problems = _exported(model, way, flatten)

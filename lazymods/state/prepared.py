@@ -52,7 +52,7 @@ def prepare(
     Raises:
         StateDictError: If entries meet under one name, or do not fit a rule or a layout.
         CheckpointError: If what stands beside the file cannot be followed.
-        TypeError: If ``rename`` is none.
+        ArgumentError: If ``rename`` is none.
     """
     stored = dict(file.tensors) | {alias: file.tensors[kept] for alias, kept in file.aliases.items()}
     first, notes = [], []

@@ -240,5 +240,5 @@ lm.parity
   needed: values: PyTorch has to run on the same ones
   write:  lm.parity outside of it"""
     not_a_module: Any = lambda x: x  # noqa: E731
-    with pytest.raises(TypeError, match=r"parity compares an nnx\.Module, got function"):
+    with pytest.raises(TypeError, match=r"lm\.parity: model\n  got:    function\n  needed: an nnx\.Module"):
         lm.parity(not_a_module, net, x)
