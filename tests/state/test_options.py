@@ -104,7 +104,7 @@ def test_an_option_that_is_none(name: str) -> None:
 def test_paths_that_save_does_not_write(tmp_path: Path) -> None:
     layer = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     with pytest.raises(
-        lm.ArgumentError, match=r"needed: a path with the suffix[^$]*write:  lm\.save\(model, '.*x\.safet"
+        lm.ArgumentError, match=r"needed: a path with the suffix[^$]*write:  lm\.save\(model, '.*x\.s"
     ):
         lm.save(layer, tmp_path / "x.pt")
     with pytest.raises(lm.ArgumentError, match=r"needed: a path without a suffix: wait=False"):
