@@ -23,7 +23,7 @@ from lazymods.state import modes, options, tied_heads
 from lazymods.state.beside import Beside
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, check_booleans, is_mapped, printable, refuse
-from lazymods.state.flow import Rename, has_array_rules
+from lazymods.state.flow import Rename, derived, has_array_rules
 from lazymods.state.load import LoadResult, Origin, load_entries
 from lazymods.state.load_plan import is_spread_place
 from lazymods.state.noted import WayBack, forget_values, is_buffer, tied_names
@@ -277,7 +277,7 @@ def _way_back(
     file_name = {id(entry): name for name, entry in flow.originals.items()}
     wanted = {s for n, found in prepared.laid.items() if base_name(n) in survey.places for s in found}
     known = {*prepared.swallowed, *(name for name, what in left.items() if what is not None)}
-    kept, rest = {}, [dropped.entry for dropped in flow.dropped]
+    kept, rest, unnamed = {}, [dropped.entry for dropped in flow.dropped], []
     for name in final.keys() - loaded:
         entry = final[name]
         source = file_name.get(id(entry))
@@ -288,6 +288,7 @@ def _way_back(
             kept[source] = np.array(values) if file.in_memory else values
         else:
             rest.append(entry)
+            unnamed.append(source)
     used = {source: flow.originals[source] for name in loaded for source in final[name].sources}
     embeddings = [
         final[laid].sources[0]
@@ -299,7 +300,10 @@ def _way_back(
     tied = tied_names(file, used, embeddings, [entry for entry in rest if id(entry) in file_name])
     forget_values(flow)
     stacked = {name: levels for name, levels in prepared.stacked.items() if name in result.matched}
-    return WayBack(layout, flatten, flow.originals, flow.applied, final, frozenset(loaded), kept, tied, stacked)
+    left_out = [name for name in unnamed if name not in tied]
+    return WayBack(
+        layout, flatten, flow.originals, flow.applied, final, frozenset(loaded), kept, tied, stacked, left_out
+    )
 
 
 class _Report:
@@ -370,13 +374,21 @@ def _in_dtypes_of_file(entries: Mapping[str, Any], prepared: Prepared) -> dict[s
     """Return entries with those that a layout has computed in float32, of halves, in the dtype of these halves."""
     out = dict(entries)
     for name, value in entries.items():
-        if not isinstance(value, np.ndarray) or value.dtype != np.float32:
+        if not isinstance(value, (np.ndarray, Unread)) or value.dtype != np.float32:
             continue
         tensors = [prepared.final[n].tensor for n in prepared.laid.get(name, ()) if n in prepared.final]
         kinds = {tensor.dtype for tensor in tensors if isinstance(tensor, StoredTensor)}
         if len(kinds) == 1 and all(kind.itemsize == 2 and jnp.issubdtype(kind, jnp.floating) for kind in kinds):
-            out[name] = value.astype(kinds.pop())
+            out[name] = _as_kind(value, kinds.pop())
     return out
+
+
+def _as_kind(value: np.ndarray[Any, Any] | Unread, kind: np.dtype[Any]) -> np.ndarray[Any, Any] | Unread:
+    """Return an array in another dtype; one that is not read yet when it is."""
+    if isinstance(value, np.ndarray):
+        return value.astype(kind)
+    stored = value.stored
+    return Unread(derived(stored, stored.shape, lambda: stored.read().astype(kind), kind))
 
 
 def _is_for_several(place: Place | None, name: str, placing: Placing | None) -> bool:

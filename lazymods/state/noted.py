@@ -28,6 +28,7 @@ class WayBack:
         kept: The values of entries that the model does without, by the file's names.
         tied: For an entry that was left out, the one that it is tied to in the file.
         stacked: By the model's names of what was stacked, the axis and length of each stack.
+        left: What was left out and is no known buffer, nor dropped by a rename: the file's names.
     """
 
     layout: str
@@ -39,6 +40,7 @@ class WayBack:
     kept: Mapping[str, Array]
     tied: Mapping[str, str]
     stacked: Mapping[str, tuple[tuple[int, int], ...]]
+    left: Collection[str] = ()
 
 
 def forget_values(flow: Flow) -> None:
