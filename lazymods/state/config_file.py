@@ -64,9 +64,10 @@ class Config:
         kind = values.get("model_type")
         self.kind: str = kind if isinstance(kind, str) else ""
         self.parts: list[Mapping[str, Any]] = [values]
-        for part in self.parts:
-            inner = [v for k, v in part.items() if isinstance(v, dict) and (k.endswith("_config") or not self.kind)]
-            self.parts += inner if part is values or not self.kind else []
+        for part in self.parts:  # which grows meanwhile
+            if part is values or not self.kind:
+                inner = {key: value for key, value in part.items() if isinstance(value, dict)}
+                self.parts += [value for key, value in inner.items() if key.endswith("_config") or not self.kind]
 
     @property
     def ties(self) -> bool:
