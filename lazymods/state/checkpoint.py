@@ -298,11 +298,13 @@ def _way_back(
         if id(final[laid]) in file_name
     ]
     tied = tied_names(file, used, embeddings, [entry for entry in rest if id(entry) in file_name])
-    forget_values(flow)
+    several = {n for name in result.matched for n in prepared.laid.get(name, ()) if len(prepared.laid[name]) > 1}
+    computed = [name for name in several if type(final[name].tensor) is StoredTensor]
+    forget_values(flow, [final[name] for name in computed])
     stacked = {name: levels for name, levels in prepared.stacked.items() if name in result.matched}
     left_out = [name for name in unnamed if name not in tied]
     return WayBack(
-        layout, flatten, flow.originals, flow.applied, final, frozenset(loaded), kept, tied, stacked, left_out
+        layout, flatten, flow.originals, flow.applied, final, frozenset(loaded), kept, tied, stacked, computed, left_out
     )
 
 
