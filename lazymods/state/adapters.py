@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def adapter_rules(
     """
     if not any(compiled(_NAME).search(name) for name in tensors):
         return [], []
-    adapted = [(dotted(path), node) for path, node in nodes if _is_adapted(node)]
+    adapted = _adapted(tensors, nodes)
     own = {name: said for name, node in adapted if (said := list(config_file.told_by(node, (*_ALPHAS, *_FACTORS))))}
     config = _config(file)
     if config is None:
@@ -105,9 +105,15 @@ def adapter_rules(
     return [Scaled(factor)], [f"lora_B is scaled by {_formula(config)}, {factor:g}"]
 
 
-def _is_adapted(node: Any) -> bool:
-    """Whether a module holds an adapter's matrices itself, as layers or as parameters."""
-    return any(f"lora_{b}" in vars(node) for b in "Bb")
+def _adapted(names: Iterable[str], nodes: Sequence[tuple[ModelPath, Any]]) -> list[tuple[str, Any]]:
+    """Return the modules that hold an adapter's matrices, as layers or as parameters: those of the names, or all."""
+    words = {word for name in names if compiled(_NAME).search(name) for word in name.split(".")}
+    named, others = [], []
+    for path, node in nodes:
+        if "lora_B" in vars(node) or "lora_b" in vars(node):
+            own = [str(key) for key in path if key != "lora" and not str(key).isdecimal()]
+            (named if own and own[-1] in words else others).append((dotted(path), node))
+    return named or others
 
 
 def _factor(path: Path, config: Mapping[str, Any]) -> tuple[int, float, float]:

@@ -114,7 +114,16 @@ def test_a_layer_that_says_something_else(tmp_path: Path, said: dict[str, float]
         lm.load(nnx.Dict(q=Own(**said)), folder(tmp_path, {"r": 2, "lora_alpha": 6}), layout="torch")
 
 
+def test_a_layer_that_the_file_does_not_name_may_have_another_rank(tmp_path: Path) -> None:
+    other = lm.LazyLoRALinear(4, lora_rank=3, use_bias=False, rngs=R(0))
+    ours = nnx.Dict(q=model().q, k=other)
+    lm.load(ours, folder(tmp_path, {"r": 2, "lora_alpha": 4}), layout="torch", missing="^k[.]")
+    np.testing.assert_array_equal(ours.q.lora.lora_b[...], 2 * ARRAYS["q.lora_B.weight"].T)
+    with pytest.raises(lm.StateDictError, match=r"got:    f32\[2,4\]\n  needed: shape \(3, 4\)"):
+        lm.load(nnx.Dict(q=other), folder(tmp_path, {"r": 2, "lora_alpha": 4}), layout="torch")
+
+
 def test_one_layer_scales_and_another_does_not(tmp_path: Path) -> None:
-    ours = nnx.Dict(q=Own(scaling=3.0), k=Own())
-    with pytest.raises(lm.CheckpointError, match="q of the model has one of its own, and k has none"):
+    ours = nnx.Dict(q=Own(scaling=3.0), inner=nnx.Dict(q=Own()))
+    with pytest.raises(lm.CheckpointError, match=r"q of the model has one of its own, and inner\.q has none"):
         lm.load(ours, folder(tmp_path, {"r": 2, "lora_alpha": 6}), layout="torch")
