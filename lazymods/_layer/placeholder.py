@@ -356,8 +356,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         needed = "its sizes, which follow from the first input, from a shape spec or from a checkpoint"
         plain = None if self.pending.source.owner() else plain_holder(self)
         if plain is not None:
-            needed = f"its sizes, which nothing infers: {plain[0]} is no lazy module, and only a checkpoint could tell them"
-            write = line_for_holder(*plain, self.pending.shape)
+            why = f"{plain[0]} is no lazy module, and only a checkpoint could tell them"
+            needed, write = f"its sizes, which nothing infers: {why}", line_for_holder(*plain, self.pending.shape)
         return Problem(self.whereabouts(), got, needed, write)
 
     def _refuse(self, wanted: str) -> NoReturn:
