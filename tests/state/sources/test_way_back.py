@@ -273,10 +273,14 @@ def test_parts_that_the_model_has_otherwise_have_no_way_back(head: int | None, t
     assert text in str(caught.value)
 
 
-def test_what_was_computed_has_no_way_back() -> None:
+def test_what_was_computed_has_no_way_back_once_it_was_trained() -> None:
     net = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 4)).eval()
     model = linear(4)
     result = lm.load(model, net, layout="torch")
+    out = lm.export_torch(model, like=result)
+    assert list(out) == list(net.state_dict())
+    for name, value in net.state_dict().items():
+        np.testing.assert_array_equal(out[name], value)
     model.kernel[0, 0] += 1
     with pytest.raises(lm.StateDictError, match="computed from"):
         lm.export_torch(model, like=result)
