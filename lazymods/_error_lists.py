@@ -54,10 +54,10 @@ def shown_names(names: Sequence[str]) -> str:
 
 
 def cause_of(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[str, str] | None:
-    """Say why names of a model and of a file do not meet, if one prefix explains most of them.
+    """Say why names of a model and of a file do not meet, if one prefix or stack explains most of them.
 
     Returns:
-        What is the case, and the ``rename`` that mends it; None if no prefix does.
+        What is the case, and the ``rename`` that mends it; None if none does.
     """
     ours = {name.rpartition(".")[0] for name in missing}
     theirs = {name.rpartition(".")[0] for name in unexpected}
@@ -69,7 +69,25 @@ def cause_of(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[str, st
                 line = f'rename=[(r"^{re.escape(prefix)}", "")]'
                 return f"the file's names begin with {prefix!r}, the model's do not", line
             return f"the model's names begin with {prefix!r}, the file's do not", f'rename=[(r"^", {prefix!r})]'
-    return None
+    return _stack(ours, theirs)
+
+
+def _stack(ours: set[str], theirs: set[str]) -> tuple[str, str] | None:
+    """Say that a model has one stacked module where a file has numbered ones."""
+    found: dict[str, tuple[set[str], set[str]]] = {}
+    for name in theirs:
+        for match in _NUMBER.finditer(name):
+            before, after = name[: match.start()], name[match.end() + 1 :]
+            whole = (before + after).rstrip(".")
+            if before and whole in ours:
+                modules, numbers = found.setdefault(before, (set(), set()))
+                modules.add(whole)
+                numbers.add(match[0])
+    prefix = max(found, key=lambda prefix: len(found[prefix][0]), default="")
+    if not prefix or 2 * len(found[prefix][0]) <= len(ours) or len(found[prefix][1]) < 2:
+        return None
+    line = rf'rename=[lm.rules.Stack(r"^{re.escape(prefix[:-1])}[.](\d+)[.]", into="{prefix}")]'
+    return f"the file has numbered modules in {prefix[:-1]!r}, where the model has one, a stack of them", line
 
 
 def _common_prefix(longer: set[str], shorter: set[str]) -> tuple[str, int]:

@@ -172,14 +172,22 @@ def nodes(model: Any) -> list[tuple[Path, Any]]:
     return found
 
 
+def named_nodes(model: Any) -> list[tuple[Path, Any]]:
+    """Every nnx object, ``model`` first, one that is shared under each of its names."""
+    found: list[tuple[Path, Any]] = []
+    _collect_nodes(model, kind_of(model), (), (), None, found)
+    return found
+
+
 def _collect_nodes(
-    value: Any, kind: NodeKind, path: Path, above: tuple[int, ...], seen: set[int], found: list[tuple[Path, Any]]
+    value: Any, kind: NodeKind, path: Path, above: tuple[int, ...], seen: set[int] | None, found: list[tuple[Path, Any]]
 ) -> None:
-    if id(value) in seen or id(value) in above:  # a cycle
+    if (seen is not None and id(value) in seen) or id(value) in above:  # a cycle
         return
     if kind is NODE:
-        seen.add(id(value))
         found.append((path, value))
+        if seen is not None:
+            seen.add(id(value))
     above = (*above, id(value))
     for key, child in children(value, kind):
         kind = kind_of(child)

@@ -35,7 +35,7 @@ from lazymods._errors import (
 from lazymods._initial import draws, placement
 from lazymods._initial.pending import InitSource, PartialShape, PendingInit
 from lazymods._initial.stacking import Shape
-from lazymods._layer.asked import SIZE_LINE, line_for_caller
+from lazymods._layer.asked import SIZE_LINE, line_for_caller, line_for_holder, plain_holder
 from lazymods._refusals import wrong_argument
 
 
@@ -352,12 +352,13 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
 
     def _problem(self, wanted: str, write: str = SIZE_LINE) -> Problem:
         known = "" if self.pending.shape is None else f" of shape {show_shape(self.pending.shape)}"
-        return Problem(
-            where=self.whereabouts(),
-            got=f"a use of {wanted}, while it is an uninitialized parameter{known}",
-            needed="its sizes, which follow from the first input, from a shape spec or from a checkpoint",
-            write=write,
-        )
+        got = f"a use of {wanted}, while it is an uninitialized parameter{known}"
+        needed = "its sizes, which follow from the first input, from a shape spec or from a checkpoint"
+        plain = None if self.pending.source.owner() else plain_holder(self)
+        if plain is not None:
+            why = f"{plain[0]} is no lazy module, and only a checkpoint could tell them"
+            needed, write = f"its sizes, which nothing infers: {why}", line_for_holder(*plain, self.pending.shape)
+        return Problem(self.whereabouts(), got, needed, write)
 
     def _refuse(self, wanted: str) -> NoReturn:
         raise UninitializedError(self._problem(wanted, line_for_caller()))

@@ -98,7 +98,9 @@ def other_function(match: Match, earlier: Sequence[Earlier]) -> Reason | None:
         if max(here[ours], there[theirs]) > _CLOSE or here[theirs] <= 4 * here[ours] + _ROUNDING:
             continue
         line = f"{FUNCTIONS[theirs].code} for x, {before.where}"
-        return Reason(f"of {before.where} the model takes {ours}, PyTorch {theirs}", line)
+        alike = [name for name, error in there.items() if error == there[theirs] and name != theirs]
+        known = f"{theirs}, or {' or '.join(alike)}, which is the same for these numbers" if alike else theirs
+        return Reason(f"of {before.where} the model takes {ours}, PyTorch {known}", line)
     return None
 
 

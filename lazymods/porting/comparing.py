@@ -178,7 +178,7 @@ def is_close(a: Array, b: Array, tolerance: float) -> bool:
 def _layouts(shape: tuple[int, ...], theirs: Array, module: Any, moves: bool) -> Iterator[Array]:
     """Yield an array of PyTorch's in the layouts in which it has a shape of the model's."""
     name = "" if module is None else type(module).__name__
-    axis = channel_axis(name, theirs.ndim)
+    axis = 1 if theirs.ndim > 2 and _has_slopes(module) else channel_axis(name, theirs.ndim)
     if axis is not None and np.moveaxis(theirs, axis, -1).shape == shape:
         yield np.moveaxis(theirs, axis, -1)
         return
@@ -226,7 +226,12 @@ def may_move_axes(module: Any, rank: int) -> bool:
     names = [cls.__name__ for cls in type(module).__mro__]
     if any(name in (*_TIME_FIRST, "Transformer") for name in names):
         return not getattr(module, "batch_first", False)
-    return rank > 2 and any(name.endswith(_OF_MAPS) for name in names)
+    return rank > 2 and (_has_slopes(module) or any(name.endswith(_OF_MAPS) for name in names))
+
+
+def _has_slopes(module: Any) -> bool:
+    """Whether a PyTorch layer is a PReLU with a slope for each channel, which is the second axis."""
+    return type(module).__name__ == "PReLU" and getattr(module, "num_parameters", 1) > 1
 
 
 def channel_axis(name: str, rank: int) -> int | None:

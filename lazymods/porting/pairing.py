@@ -76,6 +76,8 @@ def pairs(model: Any, torch_module: Any, matched: Matched | None) -> list[Pair]:
         site = _innermost(group)
         if site is not None and contents in counterpart:
             name = counterpart[contents]
+            if type(modules[name]).__name__ == "EmbeddingBag":  # which reduces what nnx.Embed returns
+                continue
             found.append(Pair(site, name, modules[name]))
     return found
 

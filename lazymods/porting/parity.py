@@ -18,7 +18,7 @@ from lazymods._layer import lifecycle
 from lazymods._model.hooks import unhooked_class
 from lazymods.porting import reasons
 from lazymods.porting.between import Earlier, of_input, other_function
-from lazymods.porting.comparing import Match, compared
+from lazymods.porting.comparing import Kept, Match, compared
 from lazymods.porting.pairing import Pair, minimal, pairs
 from lazymods.porting.reasons import Reason
 from lazymods.porting.report import ParityReport, ParityRow
@@ -33,6 +33,7 @@ from lazymods.porting.watching import (
 )
 from lazymods.state import LoadResult
 from lazymods.state.layouts.site import Site
+from lazymods.state.options import wrong
 
 _ROUNDING = 1e-6  # relative differences that layers of a network have anyway
 
@@ -70,13 +71,14 @@ def parity(
     Raises:
         UninitializedError: If a parameter of either has no value yet.
         LazyError: Inside a transform or a block of lazy tensors.
-        TypeError: If ``model`` is no nnx module, or ``torch_module`` no module of PyTorch.
+        ArgumentError: If ``model`` is no nnx module, or ``torch_module`` no module of PyTorch.
     """
     torch = sys.modules.get(MODULE)
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"parity compares an nnx.Module, got {type(model).__name__}")
+        raise wrong("lm.parity: model", type(model), "an nnx.Module", "lm.parity(model, torch_module, inputs)")
     if torch is None or not isinstance(torch_module, torch.nn.Module):
-        raise TypeError(f"parity compares with a torch.nn.Module, got {type(torch_module).__name__}")
+        line = "lm.parity(model, torch_module, inputs)"
+        raise wrong("lm.parity: torch_module", type(torch_module), "a torch.nn.Module", line)
     _check_outside_of_traces(model)
     _check_initialized(model, torch_module)
     with lifecycle.LOCK:
@@ -215,7 +217,7 @@ class _Comparison:
         )
         self.rows.append(row)
         if self.first is None and not is_whole:
-            self._suspect(row, compared(mine.inputs, other.inputs, pair.module, moves=moves))
+            self._suspect(row, compared(_given(pair, mine), other.inputs, pair.module, moves=moves))
         if self.first is None and row.agrees:
             self._earlier += [Earlier(f"the output of {row.where}", match) for match in matches or ()]
         elif self.first is None:
@@ -241,7 +243,7 @@ class _Comparison:
             found = reasons.of_modes(model, torch_module) or self._between(pair, outputs)
             misfit = f"the model's output is {_shown(mine)}, PyTorch's {_shown(other)}"
             return found or (self._unknown("the output") if outputs is not None else Reason(misfit))
-        inputs = compared(mine.inputs, other.inputs, pair.module, moves=self._may_move(other))
+        inputs = compared(_given(pair, mine), other.inputs, pair.module, moves=self._may_move(other))
         if inputs is None or all(match.agrees(self._tolerance) for match in inputs):
             found = reasons.of_layer(pair, mine.inputs[0].values.shape if mine.inputs else (), self._torch)
             misfit = f"its output is {_shown(mine)}, PyTorch's {_shown(other)}"
@@ -258,6 +260,13 @@ class _Comparison:
             return self.suspects[0]
         before = self._earlier[-1].where if self._earlier else "the model's input"
         return Reason(f"what is computed between {before} and {what}: all before it agrees")
+
+
+def _given(pair: Pair, call: Call) -> Sequence[Kept]:
+    """Return what a layer of the model was given, without masks: what PyTorch adds to scores, Flax selects by."""
+    if not isinstance(pair.site.node, nnx.MultiHeadAttention):
+        return call.inputs
+    return [kept for kept in call.inputs if kept.values.ndim <= call.inputs[0].values.ndim]
 
 
 def _shown(call: Call) -> str:

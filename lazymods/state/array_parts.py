@@ -10,9 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from lazymods.state.array_rules import Found, axis_of, check_whole, compiled, each, problem_of
+from lazymods.state.array_rules import (
+    Found,
+    axis_of,
+    check_names,
+    check_whole,
+    check_whole_numbers,
+    compiled,
+    each,
+    problem_of,
+)
 from lazymods.state.files.stored import Array, StoredTensor
 from lazymods.state.flow import ArrayRule, Entry, Group, Unfit, derived
+from lazymods.state.options import wrong
 from lazymods.state.values import same_values
 
 
@@ -58,13 +68,16 @@ def _joined(arrays: Sequence[Array], axis: int, groups: int) -> Array:
     return _ungrouped(np.concatenate([_grouped(a, axis, groups) for a in arrays], axis + 1), axis)
 
 
-def _check_parts(parts: Sequence[str], ratio: Sequence[int] | None, groups: int) -> None:
-    if isinstance(parts, str) or len(parts) < 2:
-        raise ValueError(f"a tuple of two or more names or patterns, got {parts!r}")
-    if not isinstance(groups, int) or groups < 1:
-        raise ValueError(f"groups is a positive whole number, got {groups!r}")
-    if ratio is not None and (len(ratio) != len(parts) or min(ratio) < 1):
-        raise ValueError(f"ratio is {len(parts)} positive whole numbers, one for each part, got {ratio!r}")
+def _check_parts(rule: ArrayRule, parts: Any, ratio: Any, groups: Any) -> None:
+    where = f"lm.rules.{type(rule).__name__}"
+    if not isinstance(parts, (tuple, list)) or len(parts) < 2:
+        raise wrong(where, parts, "a tuple of two or more names or patterns", '("q_proj", "k_proj", "v_proj")')
+    check_whole_numbers(rule, "groups", (groups,), least=1)
+    if ratio is not None:
+        check_whole_numbers(rule, "ratio", ratio, least=1)
+        if len(ratio) != len(parts):
+            needed = f"ratio is {len(parts)} positive whole numbers, one for each part"
+            raise wrong(where, ratio, needed, f"ratio={(1,) * len(parts)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +97,7 @@ class Split(ArrayRule):
         groups: How many groups the axis has, each with all parts.
 
     Raises:
-        ValueError: If ``ratio`` is not a positive number for each part, or ``groups`` none.
+        ArgumentError: If ``ratio`` is not a positive number for each part, ``groups`` none, or a name is none.
 
     Example:
         >>> import lazymods as lm
@@ -98,8 +111,9 @@ class Split(ArrayRule):
     groups: int = 1
 
     def __post_init__(self) -> None:
-        compiled(self.pattern)
-        _check_parts(self.into, self.ratio, self.groups)
+        _check_parts(self, self.into, self.ratio, self.groups)
+        check_names(self, self.pattern, *self.into)
+        check_whole_numbers(self, "axis", (self.axis,))
 
     def find(self, entries: Sequence[Entry]) -> Found:
         """Take each entry by itself."""
@@ -151,7 +165,7 @@ class Merge(ArrayRule):
         groups: How many groups the axis has, each with all parts; see :class:`Split`.
 
     Raises:
-        ValueError: If ``groups`` is no positive number.
+        ArgumentError: If ``groups`` is no positive number, or a name is none.
 
     Example:
         >>> import lazymods as lm
@@ -164,9 +178,10 @@ class Merge(ArrayRule):
     groups: int = 1
 
     def __post_init__(self) -> None:
+        _check_parts(self, self.patterns, None, self.groups)
         for pattern in self.patterns:
-            compiled(pattern)
-        _check_parts(self.patterns, None, self.groups)
+            check_names(self, pattern, self.into)
+        check_whole_numbers(self, "axis", (self.axis,))
 
     def find(self, entries: Sequence[Entry]) -> Found:
         """Find the parts of each whole."""
@@ -239,7 +254,7 @@ class Copy(ArrayRule):
     into: str
 
     def __post_init__(self) -> None:
-        compiled(self.pattern)
+        check_names(self, self.pattern, self.into)
 
     def find(self, entries: Sequence[Entry]) -> Found:
         """Take each entry by itself."""

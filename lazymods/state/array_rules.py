@@ -8,7 +8,6 @@ numpy has them. Every rule has a way back, which :func:`lazymods.export_torch` g
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from lazymods._errors import Problem
 from lazymods.state.files.stored import StoredTensor
 from lazymods.state.flow import ArrayRule, Entry, Group, Unfit, derived
 from lazymods.state.layouts.computed import wide
+from lazymods.state.options import compiled, expression, replacement, wrong
 
 Found = tuple[list[Group], list[Problem]]
 
@@ -31,10 +31,16 @@ def each(pattern: re.Pattern[str], into: Sequence[str], entries: Sequence[Entry]
     return [Group((entry,), tuple(pattern.sub(new, entry.name) for new in into)) for entry in found], []
 
 
-@functools.lru_cache(maxsize=1024)
-def compiled(pattern: str) -> re.Pattern[str]:
-    """Return a regular expression, compiled once."""
-    return re.compile(pattern)
+def check_names(rule: ArrayRule, pattern: Any, *into: Any) -> None:
+    """Refuse a rule whose names are none: the expression, or what is put in its place.
+
+    Raises:
+        ArgumentError: If one is none.
+    """
+    where = f"lm.rules.{type(rule).__name__}"
+    found = expression(where, pattern)
+    for new in into:
+        replacement(where, found, new)
 
 
 def axis_of(axis: int, tensor: StoredTensor) -> int:
@@ -71,6 +77,33 @@ def check_whole(values: Sequence[Any], names: Sequence[Any]) -> None:
         raise Unfit(f"a model without the part {', '.join(lacking)}", "all parts of one entry of the file")
 
 
+def as_before(value: Any, made: StoredTensor, given: StoredTensor, otherwise: Any) -> Any:
+    """Return the array that a file gave where what was made of it is still there, and something else where it is not.
+
+    Args:
+        value: What is there now.
+        made: What was made of the file's array.
+        given: That array.
+        otherwise: What is computed from ``value``, in places where that is another number than was made.
+    """
+    if value.shape != made.shape:
+        return otherwise
+    same = value == made.read().astype(value.dtype)
+    return np.where(same, given.read().astype(otherwise.dtype), otherwise)
+
+
+def check_whole_numbers(rule: ArrayRule, what: str, numbers: Any, *, least: int | None = None) -> None:
+    """Refuse what is no sequence of whole numbers.
+
+    Raises:
+        ArgumentError: If it is none, or a number of it is less than ``least``.
+    """
+    are = isinstance(numbers, Sequence) and all(isinstance(n, (int, np.integer)) for n in numbers)
+    if not are or (least is not None and min(numbers, default=least) < least):
+        needed = f"{what} is {'positive ' if least else ''}whole numbers"
+        raise wrong(f"lm.rules.{type(rule).__name__}", numbers, needed, f"{what}=...")
+
+
 # ---------------------------------------------------------------- one array to one
 
 
@@ -81,7 +114,7 @@ class _OneByOne(ArrayRule):
     pattern: str
 
     def __post_init__(self) -> None:
-        compiled(self.pattern)
+        check_names(self, self.pattern)
 
     def find(self, entries: Sequence[Entry]) -> Found:
         """Take each entry by itself."""
@@ -104,6 +137,11 @@ class Transpose(_OneByOne):
 
     pattern: str
     axes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.axes is not None:
+            check_whole_numbers(self, "axes", self.axes)
 
     def forward(self, tensors: Sequence[StoredTensor], count: int) -> list[StoredTensor]:
         """Permute; a view.
@@ -144,6 +182,10 @@ class Reshape(_OneByOne):
 
     pattern: str
     shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_whole_numbers(self, "shape", self.shape)
 
     def forward(self, tensors: Sequence[StoredTensor], count: int) -> list[StoredTensor]:
         """Reshape.
@@ -189,6 +231,11 @@ class Add(_OneByOne):
     pattern: str
     value: float
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.value, (int, float, np.number)):
+            raise wrong("lm.rules.Add", self.value, "a number", "lm.rules.Add(..., 1.0)")
+
     def forward(self, tensors: Sequence[StoredTensor], count: int) -> list[StoredTensor]:
         """Add.
 
@@ -202,6 +249,10 @@ class Add(_OneByOne):
         return [derived(tensor, tensor.shape, lambda: wide(tensor.read()) + kind.type(self.value), kind)]
 
     def backward(self, values: Sequence[Any], inputs: Sequence[StoredTensor]) -> list[Any]:
-        """Subtract."""
+        """Give the file's numbers where the sum is theirs, else subtract: the difference is rounded again."""
         value = wide(values[0])
-        return [value - value.dtype.type(self.value)]
+        return [as_before(values[0], self.forward(inputs, 1)[0], inputs[0], value - value.dtype.type(self.value))]
+
+    def keeps(self, index: int) -> bool:
+        """Keep the file's numbers: a difference does not give all of their bits."""
+        return True

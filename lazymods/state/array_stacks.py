@@ -8,9 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from lazymods.state.array_rules import Found, axis_of, check_whole, compiled, problem_of
+from lazymods.state.array_rules import (
+    Found,
+    axis_of,
+    check_names,
+    check_whole,
+    check_whole_numbers,
+    compiled,
+    problem_of,
+)
 from lazymods.state.files.stored import Array, StoredTensor
 from lazymods.state.flow import ArrayRule, Entry, Group, Slices, StackedTensor, Unfit, derived
+from lazymods.state.options import wrong
 
 
 def _slices(array: Array, axis: int) -> list[Array]:
@@ -30,7 +39,7 @@ class Stack(ArrayRule):
         axis: The axis of the result along which they are stacked.
 
     Raises:
-        ValueError: If the pattern has no group.
+        ArgumentError: If the pattern has no group, or a name is none.
 
     Example:
         >>> import lazymods as lm
@@ -42,8 +51,11 @@ class Stack(ArrayRule):
     axis: int = 0
 
     def __post_init__(self) -> None:
+        check_names(self, self.pattern, self.into)
+        check_whole_numbers(self, "axis", (self.axis,))
         if not compiled(self.pattern).groups:
-            raise ValueError(f"the pattern of a Stack has a group for the number, such as (\\d+), got {self.pattern!r}")
+            needed = "a pattern that has a group for the number"
+            raise wrong("lm.rules.Stack", self.pattern, needed, r'lm.rules.Stack(r"layers[.](\d+)[.]", into="layers.")')
 
     @property
     def takes_slices(self) -> bool:
@@ -110,7 +122,7 @@ class Unstack(ArrayRule):
         axis: The axis that is taken apart.
 
     Raises:
-        ValueError: If ``into`` has no ``{i}``.
+        ArgumentError: If ``into`` has no ``{i}``, or a name is none.
 
     Example:
         >>> import lazymods as lm
@@ -122,9 +134,10 @@ class Unstack(ArrayRule):
     axis: int = 0
 
     def __post_init__(self) -> None:
-        compiled(self.pattern)
+        check_names(self, self.pattern, self.into)
+        check_whole_numbers(self, "axis", (self.axis,))
         if "{i}" not in self.into:
-            raise ValueError(f"into has {{i}} for the number, got {self.into!r}")
+            raise wrong("lm.rules.Unstack", self.into, "into has {i} for the number", 'into="experts.{i}.down_proj"')
 
     def find(self, entries: Sequence[Entry]) -> Found:
         """Take each entry by itself."""

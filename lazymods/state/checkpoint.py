@@ -19,11 +19,11 @@ from lazymods._errors import describe
 from lazymods._initial.keys import is_key
 from lazymods._layer import lifecycle, stacks
 from lazymods._shardings import Rules
-from lazymods.state import modes, tied_heads
+from lazymods.state import modes, options, tied_heads
 from lazymods.state.beside import Beside
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, check_booleans, is_mapped, printable, refuse
-from lazymods.state.flow import Rename, has_array_rules
+from lazymods.state.flow import Rename, derived, has_array_rules
 from lazymods.state.load import LoadResult, Origin, load_entries
 from lazymods.state.load_plan import is_spread_place
 from lazymods.state.noted import WayBack, forget_values, is_buffer, tied_names
@@ -114,9 +114,8 @@ def load(
         UninitializedError: If a lazy layer is an argument of a transform of Flax that cannot carry new parameters out.
         LazyError: If parameters do not fit on the mesh; it lists all of them.
         FileNotFoundError: If there is no such file.
-        TypeError: If the model is neither an nnx object nor a dict or list that can be written to, or the source or
-            ``rename`` is none.
-        ValueError: If an argument has no such choice.
+        ArgumentError: If the model is neither an nnx object nor a dict or list that can be written to, the source is
+            none, or another argument is none that it takes, such as an expression that is not regular.
 
     Warns:
         UserWarning: If a part of ``rename`` fits no entry, or drops one that the model then misses; if two parameters
@@ -139,7 +138,7 @@ def load(
     """
     _check_options(layout, flatten, dtype, mode)
     placing = placing_for(mesh, rules)
-    ignored, may_miss = _patterns("ignore", ignore), _patterns("missing", missing)
+    ignored, may_miss = options.patterns("lm.load: ignore", ignore), options.patterns("lm.load: missing", missing)
     with lifecycle.LOCK, stacks.apart(abstract=True):
         survey = Survey(model)
 
@@ -188,13 +187,13 @@ def load(
                 beside.wrong_heads(),
                 placing,
             )
-            options = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
+            how = {"strict": strict, "mismatched": mismatched, "dtype": dtype, "origin": origin}
             if is_training_state(model):
                 from lazymods.state import training  # with the optimizers, which many loads do without
 
-                result = training.load_entries(model, entries, **options)
+                result = training.load_entries(model, entries, **how)
             else:
-                result = load_entries(model, entries, survey=survey, **options)
+                result = load_entries(model, entries, survey=survey, **how)
     result.ignored = [begin + s for name in left for s in prepared.sources[name]]
     result.root = begin.rstrip(".")
     result.notes = [*_notes(left, begin, roots), *prepared.notes, *result.notes]
@@ -204,21 +203,23 @@ def load(
 
 def _check_options(layout: str, flatten: Mapping[str, Sequence[int]] | None, dtype: Any, mode: str | None) -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"layout is one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+        raise options.wrong("lm.load: layout", layout, f"one of {', '.join(map(repr, LAYOUTS))}", 'layout="torch"')
     if flatten and layout != "torch":
-        raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
+        needed = "flatten reorders what PyTorch flattened, and needs its layout"
+        raise options.wrong("lm.load: layout", layout, needed, 'layout="torch"')
     keeps = isinstance(dtype, str) and dtype == "file"
-    if dtype is not None and not keeps and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
+    if dtype is not None and not keeps and not _is_floating(dtype):
+        needed = 'a floating-point dtype, which the parameters get, or "file" for that of each entry'
+        raise options.wrong("lm.load: dtype", dtype, needed, "dtype=jnp.bfloat16")
     if mode is not None and mode not in modes.MODES:
-        raise ValueError(f"mode is one of {', '.join(map(repr, modes.MODES))}, got {mode!r}")
+        raise options.wrong("lm.load: mode", mode, f"one of {', '.join(map(repr, modes.MODES))}", 'mode="eval"')
 
 
-def _patterns(what: str, given: str | Sequence[str]) -> list[re.Pattern[str]]:
-    listed = [given] if isinstance(given, str) else list(given)
-    if not all(isinstance(pattern, str) for pattern in listed):
-        raise TypeError(f"{what} is a regular expression, or several, got {given!r}")
-    return [re.compile(pattern) for pattern in listed]
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
+    except TypeError:
+        return False
 
 
 def _ignored(
@@ -276,7 +277,7 @@ def _way_back(
     file_name = {id(entry): name for name, entry in flow.originals.items()}
     wanted = {s for n, found in prepared.laid.items() if base_name(n) in survey.places for s in found}
     known = {*prepared.swallowed, *(name for name, what in left.items() if what is not None)}
-    kept, rest = {}, [dropped.entry for dropped in flow.dropped]
+    kept, rest, unnamed = {}, [dropped.entry for dropped in flow.dropped], []
     for name in final.keys() - loaded:
         entry = final[name]
         source = file_name.get(id(entry))
@@ -287,6 +288,7 @@ def _way_back(
             kept[source] = np.array(values) if file.in_memory else values
         else:
             rest.append(entry)
+            unnamed.append(source)
     used = {source: flow.originals[source] for name in loaded for source in final[name].sources}
     embeddings = [
         final[laid].sources[0]
@@ -296,9 +298,14 @@ def _way_back(
         if id(final[laid]) in file_name
     ]
     tied = tied_names(file, used, embeddings, [entry for entry in rest if id(entry) in file_name])
-    forget_values(flow)
+    several = {n for name in result.matched for n in prepared.laid.get(name, ()) if len(prepared.laid[name]) > 1}
+    computed = [name for name in several if type(final[name].tensor) is StoredTensor]
+    forget_values(flow, [final[name] for name in computed])
     stacked = {name: levels for name, levels in prepared.stacked.items() if name in result.matched}
-    return WayBack(layout, flatten, flow.originals, flow.applied, final, frozenset(loaded), kept, tied, stacked)
+    left_out = [name for name in unnamed if name not in tied]
+    return WayBack(
+        layout, flatten, flow.originals, flow.applied, final, frozenset(loaded), kept, tied, stacked, computed, left_out
+    )
 
 
 class _Report:
@@ -369,13 +376,21 @@ def _in_dtypes_of_file(entries: Mapping[str, Any], prepared: Prepared) -> dict[s
     """Return entries with those that a layout has computed in float32, of halves, in the dtype of these halves."""
     out = dict(entries)
     for name, value in entries.items():
-        if not isinstance(value, np.ndarray) or value.dtype != np.float32:
+        if not isinstance(value, (np.ndarray, Unread)) or value.dtype != np.float32:
             continue
         tensors = [prepared.final[n].tensor for n in prepared.laid.get(name, ()) if n in prepared.final]
         kinds = {tensor.dtype for tensor in tensors if isinstance(tensor, StoredTensor)}
         if len(kinds) == 1 and all(kind.itemsize == 2 and jnp.issubdtype(kind, jnp.floating) for kind in kinds):
-            out[name] = value.astype(kinds.pop())
+            out[name] = _as_kind(value, kinds.pop())
     return out
+
+
+def _as_kind(value: np.ndarray[Any, Any] | Unread, kind: np.dtype[Any]) -> np.ndarray[Any, Any] | Unread:
+    """Return an array in another dtype; one that is not read yet when it is."""
+    if isinstance(value, np.ndarray):
+        return value.astype(kind)
+    stored = value.stored
+    return Unread(derived(stored, stored.shape, lambda: stored.read().astype(kind), kind))
 
 
 def _is_for_several(place: Place | None, name: str, placing: Placing | None) -> bool:

@@ -1,5 +1,6 @@
 """``config.json`` beside a file, as Hugging Face's ``transformers`` writes it: what of a model no array can tell.
 
+Others write the same names: the fields that are known are compared whether it says the type of its model or not.
 A number of heads that divides the features loads like any other and computes something else. Where the model says what
 the file's own configuration says otherwise, that is told. What a model has nowhere is not compared.
 """
@@ -53,13 +54,20 @@ class Config:
         values: The JSON object.
 
     Attributes:
-        parts: It, and the configurations in it, as CLIP has one for texts and one for images.
+        parts: It, and the configurations in it, as CLIP has one for texts and one for images. Without a type of
+            ``transformers`` nobody knows how these are called: all objects in it.
+        kind: The type of model that it is of; "" if it says none.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.values = values
+        kind = values.get("model_type")
+        self.kind: str = kind if isinstance(kind, str) else ""
         self.parts: list[Mapping[str, Any]] = [values]
-        self.parts += [v for k, v in values.items() if k.endswith("_config") and isinstance(v, dict)]
+        for part in self.parts:  # which grows meanwhile
+            if part is values or not self.kind:
+                inner = {key: value for key, value in part.items() if isinstance(value, dict)}
+                self.parts += [value for key, value in inner.items() if key.endswith("_config") or not self.kind]
 
     @property
     def ties(self) -> bool:
@@ -78,7 +86,11 @@ class Config:
         """
         pattern = {"heads": _HEADS, "kv": _KV_HEADS, "width": _WIDTHS}[kind]
         out: dict[int, str] = {}
-        for part in self.parts if "multi_query" not in self.values else ():  # by which Falcon's numbers are others
+        if "multi_query" in self.values:  # by which Falcon's numbers are others
+            return {}
+        if kind == "width" and "_class_name" in self.values:  # diffusers calls numbers of heads so
+            return {}
+        for part in self.parts:
             for key, value in part.items():
                 if pattern.fullmatch(key):
                     out |= {n: key for n in (value if isinstance(value, list) else [value]) if type(n) is int}
@@ -89,7 +101,7 @@ class Config:
 
 
 def beside(path: Path) -> Config | None:
-    """Read the configuration beside a file, or in a folder; None if there is none of ``transformers``."""
+    """Read the configuration beside a file, or in a folder; None if there is none."""
     file = (path if path.is_dir() else path.parent) / NAME
     try:
         if not file.is_file() or file.stat().st_size > _MAX_BYTES:
@@ -97,7 +109,7 @@ def beside(path: Path) -> Config | None:
         values = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None  # no part of the checkpoint: what it is for works without it
-    return Config(values) if isinstance(values, dict) and isinstance(values.get("model_type"), str) else None
+    return Config(values) if isinstance(values, dict) else None
 
 
 # ---------------------------------------------------------------- heads
@@ -110,7 +122,7 @@ def wrong_heads(survey: Survey, config: Config, loaded: Iterable[str]) -> list[P
     for kind, attributes in _OURS.items():
         numbers = config.numbers(kind)
         for path, node in survey.nodes if numbers else ():
-            for name, value in _said(node, attributes) if prefix_of(path) in filled else ():
+            for name, value in told_by(node, attributes) if prefix_of(path) in filled else ():
                 if type(value) is not int or value in numbers:
                     continue
                 wanted = " or ".join(map(str, numbers))
@@ -133,7 +145,7 @@ def _prefixes(names: Iterable[str]) -> set[str]:
     return out
 
 
-def _said(node: Any, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+def told_by(node: Any, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Return what a module says by some names, itself or in its ``config``."""
     held = vars(node)
     config = held.get("config", held.get("cfg"))
@@ -156,7 +168,7 @@ def differences(survey: Survey, config: Config, loaded: Iterable[str]) -> list[s
 
 
 def _epsilons(nodes: Iterable[tuple[Any, Any]], config: Config) -> Iterator[str]:
-    if config.values["model_type"] in _OTHER_EPSILONS:
+    if config.kind in _OTHER_EPSILONS:
         return
     told: dict[tuple[str, str, str], list[str]] = {}
     for path, node in nodes:
@@ -166,7 +178,7 @@ def _epsilons(nodes: Iterable[tuple[Any, Any]], config: Config) -> Iterator[str]
         is_rms = isinstance(node, nnx.RMSNorm) or "rms" in cls.__name__.lower()
         keys = (_RMS, _ANY_NORM) if is_rms else (_ANY_NORM, _RMS)
         said = [(k, v) for k, v in config.find(keys[0]) or config.find(keys[1]) if isinstance(v, (int, float))]
-        for name, value in _said(node, _EPSILONS):
+        for name, value in told_by(node, _EPSILONS):
             if not said or not isinstance(value, float) or any(math.isclose(value, v, rel_tol=1e-3) for _, v in said):
                 continue
             key, wanted = said[0]
@@ -186,7 +198,7 @@ def _activations(nodes: Iterable[tuple[Any, Any]], config: Config) -> Iterator[s
     wanted = [_FUNCTIONS[name]() for _, name in said]
     told: dict[str, list[str]] = {}
     for path, node in nodes:
-        for name, value in _said(node, _OUR_ACTS):
+        for name, value in told_by(node, _OUR_ACTS):
             ours = _values_of(value)
             if ours is not None and not any(np.allclose(ours, one, atol=1e-4) for one in wanted):
                 shown = repr(value) if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)

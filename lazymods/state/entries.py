@@ -17,6 +17,7 @@ from lazymods._initial.keys import is_key
 from lazymods._layer.lifecycle import TRANSIENT
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
+from lazymods._refusals import ArgumentError
 from lazymods.state.static_fields import static_leaves, structure_of, with_fields
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
@@ -27,12 +28,12 @@ def check_is_model(model: Any, *, to_write: bool = False) -> None:
     """Refuse what has no entries, or none that could be written.
 
     Raises:
-        TypeError: If it is no nnx object, and no dict or list of things.
+        ArgumentError: If it is no nnx object, and no dict or list of things.
     """
     if isinstance(model, (nnx.Pytree, MutableMapping, list)) or (isinstance(model, Mapping) and not to_write):
         return
-    needed = "an nnx module, or a dict of a training state"
-    raise TypeError(f'{needed}, is what has entries, got {describe(model)}; a dict can hold it: {{"state": ...}}')
+    needed = "what has entries: an nnx module, or a dict of a training state"
+    raise ArgumentError(Problem("the model", describe(model), needed, '{"state": ...}  # a dict that holds it'))
 
 
 def base_name(name: str) -> str:
@@ -131,7 +132,8 @@ class Survey:
 
     Attributes:
         model: The model.
-        nodes: Its nnx objects, with their paths.
+        nodes: Its nnx objects, with their paths, one that is shared under its first name only.
+        named_nodes: The same, one that is shared under each of its names.
         places: Its entries by name.
         hooked: Those objects that have hooks.
     """
@@ -139,7 +141,11 @@ class Survey:
     def __init__(self, model: Any) -> None:
         check_is_model(model, to_write=True)
         self.model = model
-        self.nodes: list[Any] = _graph.nodes(model)
+        self.named_nodes: list[Any] = _graph.named_nodes(model)
+        first: dict[int, Any] = {}
+        for path, node in self.named_nodes:
+            first.setdefault(id(node), (path, node))
+        self.nodes: list[Any] = list(first.values())
         self.places: dict[str, Place] = named_places(model)
         self.hooked: list[Any] = [(path, node) for path, node in self.nodes if hooks_of(node)]
 

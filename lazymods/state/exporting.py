@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,12 +10,14 @@ from flax import nnx
 
 from lazymods._errors import Problem, StateDictError
 from lazymods._layer import stacks
-from lazymods.state.files.stored import Array
+from lazymods.state.files.stored import Array, printable
 from lazymods.state.layouts import with_sizes, written
 from lazymods.state.layouts.exporting import second, without_layers
 from lazymods.state.layouts.table import sites
 from lazymods.state.load import LoadResult
 from lazymods.state.noted import WayBack
+from lazymods.state.options import wrong
+from lazymods.state.warned import warn
 from lazymods.state.way_back import as_loaded
 
 
@@ -34,7 +36,7 @@ def export_torch(
     With ``like`` it is the inverse of that load: the file's names, its prefix and its fused or separate projections,
     each array laid, shaped and typed as there, so that a strict ``load_state_dict`` of PyTorch takes it. Buffers that
     the load has left out, known ones, whole numbers and those of a ``torch.nn.Module``, are the file's. What ``rename``
-    has dropped is left out, and parameters that ``ignore`` or ``strict=False`` has, unless they are tied to what was
+    has dropped is left out, and what ``ignore`` or ``strict=False`` has, with a warning, unless it is tied to what was
     loaded: one tensor under two names, as PyTorch's files and :func:`save` tell; in other files an output layer
     (``lm_head``) with the numbers of an embedding of the model. Parameters that the file did not have are written
     under their own names.
@@ -53,7 +55,11 @@ def export_torch(
         UninitializedError: If a parameter has no value yet.
         StateDictError: If PyTorch cannot hold a layer exactly, ``flatten`` does not fit, or the file's entries cannot
             hold what the model has now.
-        TypeError: If ``like`` is no result of :func:`lazymods.load`.
+        ArgumentError: If ``like`` is no result of :func:`lazymods.load`.
+
+    Warns:
+        UserWarning: If entries of the file are left out that the load has left out without a rename: a file does not
+            say which are buffers, that do not change, and which are parameters that the model lacks.
 
     Example:
         >>> import lazymods as lm
@@ -65,14 +71,28 @@ def export_torch(
     if like is not None:
         way = like.way_back if isinstance(like, LoadResult) else None
         if way is None:
-            raise TypeError(f"like is the result of lm.load, got {type(like).__name__} of something else")
+            line = "result = lm.load(model, path); lm.export_torch(model, like=result)"
+            raise wrong("lm.export_torch: like", like, "the result of lm.load", line)
         flatten = way.flatten if flatten is None else flatten
     with stacks.apart():
         out, problems = _exported(model, way, flatten)
     if problems:
         raise StateDictError(*problems, heading=f"PyTorch cannot hold {type(model).__name__}")
+    left = [name for name in way.left if name not in out] if way is not None else []
+    if left:
+        warn(_left_out(left))
     # torch.from_numpy takes neither reversed nor read-only arrays in silence
     return {name: np.array(value, order="C") for name, value in out.items()}
+
+
+def _left_out(names: Collection[str]) -> str:
+    """Say what of the file is not written."""
+    shown = ", ".join(map(printable, list(names)[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return (
+        f"the file's {shown} {'is' if len(names) == 1 else 'are'} left out, as by the load; PyTorch's strict "
+        f"load_state_dict wants all. For buffers, which do not change, write out[name] = lm.open(path)[name]; "
+        f"rename={{{next(iter(names))!r}: None}} in the load leaves out without this warning"
+    )
 
 
 def _exported(

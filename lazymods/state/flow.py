@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -17,6 +16,8 @@ import numpy as np
 
 from lazymods._errors import Problem
 from lazymods._initial.stacking import Shape
+from lazymods._refusals import ArgumentError
+from lazymods.state import options
 from lazymods.state.files.stored import Array, StoredTensor, printable
 from lazymods.state.values import as_array
 
@@ -148,7 +149,7 @@ class Flow:
             by: Says of a name what part of the rename has left it out.
 
         Raises:
-            TypeError: If the function returns neither a name nor None.
+            ArgumentError: If the function returns neither a name nor None.
         """
         kept: list[Entry] = []
         changed = 0
@@ -162,8 +163,10 @@ class Flow:
                 kept.append(entry)
             else:
                 got = f"for {entry.name!r} it gave {new!r}"
-                other = "; lm.rules.Copy gives an entry a second name" if isinstance(new, (tuple, list)) else ""
-                raise TypeError(f"rename gives a name, or None to leave an entry out; {got}{other}")
+                is_several = isinstance(new, (tuple, list))
+                line = "lm.rules.Copy(..., into=...)  # for a second name" if is_several else f"{entry.name!r}: None"
+                needed = "a name, or None to leave an entry out"
+                raise ArgumentError(Problem(RENAME, printable(got), needed, line))
         changed += len(self.entries) - len(kept)
         self.entries = kept
         return changed
@@ -264,6 +267,8 @@ def _values_are_gone() -> Array:
 # ---------------------------------------------------------------- rename
 
 
+RENAME = "lm.load: rename"
+
 Step: TypeAlias = "tuple[str, str | None] | ArrayRule"
 Rename: TypeAlias = Mapping[str, "str | None"] | Sequence[Step] | ArrayRule | Callable[[str], "str | None"]
 """What ``rename=`` takes; see :func:`transformed`."""
@@ -278,7 +283,7 @@ def transformed(stored: Mapping[str, Any], rename: Rename | None, first: Sequenc
         first: Rules that come before it.
 
     Raises:
-        TypeError: If it is none of these, or a function that returns neither a name nor None.
+        ArgumentError: If it is none of these, or a function that returns neither a name nor None.
     """
     entries = [Entry(name, tensor, (name,)) for name, tensor in stored.items()]
     flow = Flow(entries, {entry.name: entry for entry in entries})
@@ -317,10 +322,13 @@ def _steps(rename: Any) -> Iterable[Any]:
         if isinstance(step, ArrayRule):
             out.append(step)
         elif isinstance(step, Sequence) and not isinstance(step, str) and len(step) == 2:
-            out.append((re.compile(step[0]), step[1]))
+            pattern = options.expression(RENAME, step[0])
+            if step[1] is not None and not callable(step[1]):
+                options.replacement(RENAME, pattern, step[1])
+            out.append((pattern, step[1]))
         else:
             needed = "a mapping, a list of pairs (pattern, replacement) and rules of lm.rules, or a function"
-            raise TypeError(f"rename is {needed}, got {printable(repr(rename))}")
+            raise ArgumentError(Problem(RENAME, printable(repr(rename)), needed, 'rename=[(r"^bert[.]", "")]'))
     return out
 
 

@@ -32,7 +32,7 @@ from lazymods._layer.placeholder import UninitializedArray
 from lazymods._memory import Incoming, transfer
 from lazymods._snapshot import Snapshot
 from lazymods._spread import goes_to_several
-from lazymods.state import by_trial, tied_heads
+from lazymods.state import by_trial, options, tied_heads
 from lazymods.state import missing as missing_entries
 from lazymods.state.entries import Place, Survey, home_trace, is_buffer, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread, read_ahead
@@ -109,7 +109,7 @@ def load_entries(
         survey: The model, if it has been walked already.
     """
     if mismatched not in ("error", "skip"):
-        raise ValueError(f'mismatched is "error" or "skip", got {mismatched!r}')
+        raise options.wrong("mismatched", mismatched, 'one of "error", "skip"', 'mismatched="skip"')
     origin = origin or Origin()
     if LOCAL.apart is None:
         with stacks.apart(abstract=True):
@@ -126,8 +126,8 @@ def load_entries(
             found = _found_by_hooks(before, given, origin)
             survey = Survey(model)  # a hook may do anything
         entries = decoded(given, survey.places)
-        options = {"skip": mismatched == "skip", "dtype": dtype, "in_parts": origin.in_parts}
-        plan = make_plan(survey, entries, **options)
+        how = {"skip": mismatched == "skip", "dtype": dtype, "in_parts": origin.in_parts}
+        plan = make_plan(survey, entries, **how)
         fitted = by_trial.fitted(survey, entries)
         snapshot = Snapshot(model) if plan.grown or fitted else None
         try:
@@ -136,7 +136,7 @@ def load_entries(
                 survey = Survey(model)
                 given = {n: _read(v, survey.places.get(n), origin) for n, v in given.items()}
                 entries = decoded(given, survey.places)
-                plan = make_plan(survey, entries, fitted=fitted, **options)
+                plan = make_plan(survey, entries, fitted=fitted, **how)
             result = _result(plan, origin, found)
             after = [n for _, n in survey.hooked if hooks_of(n, "load_state_dict_post")]
             _raise_problems(plan, result, origin, strict=strict and not after)

@@ -9,6 +9,7 @@ from flax import nnx
 
 from lazymods.state.entries import is_training_state
 from lazymods.state.load import LoadResult, load_entries
+from lazymods.state.options import wrong
 
 
 def load_state_dict(
@@ -41,9 +42,8 @@ def load_state_dict(
             parameters whose entries differ, or, if ``strict``, missing and unexpected names.
         UninitializedError: If an uninitialized entry meets a parameter that has a value; or if a lazy layer is an
             argument of a transform of Flax that cannot carry new parameters out, as of ``nnx.grad``.
-        TypeError: If ``state_dict`` is no mapping from names, or the model neither an nnx object nor a dict or list
-            that can be written to.
-        ValueError: If ``mismatched`` is neither ``"error"`` nor ``"skip"``.
+        ArgumentError: If ``state_dict`` is no mapping from names, the model neither an nnx object nor a dict or list
+            that can be written to, or ``mismatched`` neither ``"error"`` nor ``"skip"``.
 
     Example:
         >>> import lazymods as lm
@@ -55,10 +55,12 @@ def load_state_dict(
         (3, 'Linear')
     """
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"a state dict is a mapping from names to arrays, got {type(state_dict).__name__}")
-    wrong = [k for k in state_dict if not isinstance(k, str)]
-    if wrong:
-        raise TypeError(f"names are dotted strings, got {wrong[0]!r} of type {type(wrong[0]).__name__}")
+        needed = "a state dict, a mapping from names to arrays"
+        raise wrong("lm.load_state_dict: state_dict", type(state_dict), needed, "lm.state_dict(other)")
+    others = [k for k in state_dict if not isinstance(k, str)]
+    if others:
+        needed = "names that are dotted strings"
+        raise wrong("lm.load_state_dict: state_dict", others[0], needed, '{"fc1.kernel": ...}')
     if is_training_state(model):
         from lazymods.state import training  # with the optimizers, which many loads do without
 

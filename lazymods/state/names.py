@@ -56,16 +56,17 @@ class _Matcher:
     def __init__(self, survey: Survey, leaves: bool) -> None:
         self.known = survey.places
         self.leaves = leaves
-        self.nodes = {dotted(path): node for path, node in survey.nodes}
+        self.nodes = {dotted(path): node for path, node in survey.named_nodes}
+        self.first_names = {id(node): dotted(path) for path, node in survey.nodes}
         self.holders = {name.rpartition(".")[0] for name in self.known}  # modules with parameters of their own
         self.spellings: dict[str, set[str]] = {}
         self.found: dict[str, str | None] = {}
-        sequential = {path for path, node in survey.nodes if isinstance(node, nnx.Sequential)}
-        for path, _ in survey.nodes:
+        sequential = {path for path, node in survey.named_nodes if isinstance(node, nnx.Sequential)}
+        for path, _ in survey.named_nodes:
             short = tuple(k for i, k in enumerate(path) if not (k == "layers" and path[:i] in sequential))
             for spelling in (path, short):
                 self.spellings.setdefault(_canonical(dotted(spelling)), set()).add(dotted(path))
-        self.stacks = {} if leaves else _recurrent_stacks(survey.nodes)
+        self.stacks = {} if leaves else _recurrent_stacks(survey.named_nodes)
 
     def matched(self, tensors: Mapping[str, Any]) -> dict[str, str]:
         """Return the file's name for each new name."""
@@ -164,31 +165,32 @@ class _Matcher:
         Both are empty if all names fit as they are, or if two prefixes would do. One is never put in another's place:
         an encoder's weights are no decoder's. Nor does a prefix bring entries to a module that has some without it:
         these are two modules in the file, a student's and its teacher's. Where some names fit as they are, a prefix
-        that leads to a single module is taken for chance.
+        that leads to a single module, and no name of it besides, is taken for chance.
         """
         lost = [name for name in names if not self._fits(name)]
         if not lost:
             return "", ""
         reached = {self._owner(name) for name in names if self._fits(name)}
-        fewest = 2 if reached else 1
         sample = lost[:: -(-len(lost) // _MAX_SAMPLE)]
         taken = set(names)
         offs = {".".join(parts[:i]) + "." for name in sample for parts in [name.split(".")] for i in _range(parts)}
-        ons = [path for path in self.nodes if path and path.count(".") < 2 and not re.search(r"\d", path)]
+        ons = [p for p in self.first_names.values() if p and p.count(".") < 2 and not re.search(r"\d", p)]
         readings: dict[frozenset[tuple[str, str]], tuple[str, str]] = {}
         for off, on in (*((off, "") for off in sorted(offs)), *(("", f"{path}.") for path in ons)):
             found = {name: self._bare(on + name.removeprefix(off)) for name in sample if name.startswith(off)}
             fitting = {(name, new) for name, new in found.items() if new not in taken and self._fits(new)}
             owners = {self._owner(new) for new in found.values() if self._fits(new)}
-            if len(owners) >= fewest and not owners & reached:
+            is_chance = bool(reached) and len(owners) == 1 and not any("." in n.removeprefix(off) for n, _ in fitting)
+            if owners and not is_chance and not owners & reached:
                 readings.setdefault(frozenset(fitting), (off, on))
         most = max(map(len, readings), default=0)
         best = [prefixes for reading, prefixes in readings.items() if len(reading) == most]
         return best[0] if most and len(best) == 1 else ("", "")
 
     def _owner(self, name: str) -> str | None:
-        """Return the module that a name leads to."""
-        return self.module(".".join(name.split(".")[: self._depth(name)]))
+        """Return the module that a name leads to, by its first name."""
+        module = self.module(".".join(name.split(".")[: self._depth(name)]))
+        return None if module is None else self.first_names[id(self.nodes[module])]
 
     # ------------------------------------------------------------ names
 

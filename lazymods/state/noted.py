@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from lazymods.state.files.stored import Array, Checkpoint, StoredTensor
 from lazymods.state.flow import Applied, Entry, Flow, remembered
@@ -28,6 +28,9 @@ class WayBack:
         kept: The values of entries that the model does without, by the file's names.
         tied: For an entry that was left out, the one that it is tied to in the file.
         stacked: By the model's names of what was stacked, the axis and length of each stack.
+        computed: Those names of loaded entries from which something was computed, several of them together: their
+            values are kept.
+        left: What was left out and is no known buffer, nor dropped by a rename: the file's names.
     """
 
     layout: str
@@ -39,11 +42,14 @@ class WayBack:
     kept: Mapping[str, Array]
     tied: Mapping[str, str]
     stacked: Mapping[str, tuple[tuple[int, int], ...]]
+    computed: Collection[str] = ()
+    left: Collection[str] = ()
 
 
-def forget_values(flow: Flow) -> None:
+def forget_values(flow: Flow, needed: Iterable[Entry]) -> None:
     """Let go of all values that the way back does not need: those of the file live as long as its map else."""
-    kept = {id(use.inputs[i]) for use in flow.applied for i in range(len(use.inputs)) if use.rule.keeps(i)}
+    kept = {id(entry) for entry in needed}
+    kept |= {id(use.inputs[i]) for use in flow.applied for i in range(len(use.inputs)) if use.rule.keeps(i)}
     entries = [*flow.originals.values(), *(e for use in flow.applied for e in (*use.inputs, *use.outputs))]
     for entry in {id(entry): entry for entry in entries}.values():
         entry.tensor = remembered(entry.tensor, values=id(entry) in kept)

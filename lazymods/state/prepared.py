@@ -52,14 +52,14 @@ def prepare(
     Raises:
         StateDictError: If entries meet under one name, or do not fit a rule or a layout.
         CheckpointError: If what stands beside the file cannot be followed.
-        TypeError: If ``rename`` is none.
+        ArgumentError: If ``rename`` is none.
     """
     stored = dict(file.tensors) | {alias: file.tensors[kept] for alias, kept in file.aliases.items()}
     first, notes = [], []
     if layout == "torch":
         from lazymods.state.adapters import adapter_rules
 
-        first, notes = adapter_rules(file, stored)
+        first, notes = adapter_rules(file, stored, survey.nodes)
     flow = transformed(stored, rename, first)
     given = flow.by_name()
     _refuse(survey, file, flow.problems)
@@ -103,7 +103,7 @@ def _laid(
     if layout == "torch" and flow.rename_given:
         from lazymods.state.layouts.lora import name_as_laid
 
-        nodes = {dotted(path): node for path, node in survey.nodes}
+        nodes = {dotted(path): node for path, node in survey.named_nodes}
         given = {name_as_laid(name, entry.sources, nodes.get): entry for name, entry in given.items()}
     spelled = names.matched(survey, {name: e.tensor for name, e in given.items()}, leaves=layout == "flax")
     final = {new: given[name] for new, name in spelled.items()}

@@ -20,12 +20,16 @@ from jax.core import Tracer
 
 from lazymods._errors import Problem, StateDictError, describe
 from lazymods._initial.keys import is_key
+from lazymods._refusals import ArgumentError
+from lazymods.state import options
 from lazymods.state.files.opening import read_checkpoint
 from lazymods.state.files.stored import IN_MEMORY, Checkpoint, StoredTensor, dtype_named
 from lazymods.state.opened import OpenCheckpoint
 from lazymods.state.values import as_array, is_deleted
 
 T = TypeVar("T")
+
+_SOURCE, _NAMES = "lm.load: source", '{"fc1.weight": ..., "fc1.bias": ...}'
 
 
 def read_source(
@@ -40,13 +44,14 @@ def read_source(
         variant: As of :func:`lazymods.load`.
 
     Raises:
-        TypeError: If it is none of these.
+        ArgumentError: If it is none of these.
         Exception: What opening the file raises, or ``read``.
     """
     if isinstance(source, (str, bytes, os.PathLike)):
         return read_checkpoint(os.fsdecode(source), read, variant=variant)
     if variant is not None:
-        raise TypeError(f"variant names files of a folder, and the source is {describe(source)}")
+        needed = "None: it names files of a folder, and the source is none"
+        raise options.wrong("variant", variant, needed, "the source alone")
     if isinstance(source, OpenCheckpoint):
         return source.read(read)
     return read(_in_memory(source, as_stored=as_stored))
@@ -62,8 +67,9 @@ def _in_memory(source: Any, *, as_stored: bool) -> Checkpoint:
         title, named = "the mapping", dict(_flattened("", source, ()))
     else:
         needed = "a path, a mapping from names to arrays, or a torch.nn.Module"
-        line = "; lm.load_state_dict(model, lm.state_dict(other)) takes one model's arrays to another"
-        raise TypeError(f"source is {needed}, got {describe(source)}{line if isinstance(source, nnx.Pytree) else ''}")
+        is_model = isinstance(source, nnx.Pytree)
+        line = "lm.load_state_dict(model, lm.state_dict(other))" if is_model else "lm.load(model, path)"
+        raise options.wrong("lm.load: source", type(source) if is_model else source, needed, line)
     path = Path(title)
     ties = _ties(torch, named) if torch is not None else ()
     if as_stored:
@@ -73,11 +79,13 @@ def _in_memory(source: Any, *, as_stored: bool) -> Checkpoint:
 
 def _flattened(prefix: str, mapping: Mapping[Any, Any], above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     if id(mapping) in above:
-        raise TypeError("a mapping that holds itself, where names lead to arrays")
+        where = prefix.rstrip(".")
+        raise ArgumentError(Problem(_SOURCE, f"a mapping that holds itself, at {where!r}", "names of arrays", _NAMES))
     seen: set[str] = set()
     for key, value in mapping.items():
         if not isinstance(key, (str, int)) or isinstance(key, bool):
-            raise TypeError(f"names are texts or whole numbers, got {key!r} of type {type(key).__name__}")
+            got = f"the name {key!r} of type {type(key).__name__}"
+            raise ArgumentError(Problem(_SOURCE, got, "texts or whole numbers for names", _NAMES))
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and not isinstance(value, nnx.Variable):
             below = list(_flattened(f"{name}.", value, (*above, id(mapping))))
@@ -85,7 +93,8 @@ def _flattened(prefix: str, mapping: Mapping[Any, Any], above: tuple[int, ...]) 
             below = [(name, value)]
         for found, _ in below:
             if found in seen:
-                raise TypeError(f"two entries of the name {found!r}, one of them in a mapping of the mapping")
+                got = f"two entries of the name {found!r}, one of them in a mapping of the mapping"
+                raise ArgumentError(Problem(_SOURCE, got, "one entry a name", _NAMES))
             seen.add(found)
         yield from below
 

@@ -33,7 +33,7 @@ def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = Fal
 
     Raises:
         StateDictError: If two entries would have one name, or a random key was deleted or donated.
-        TypeError: If it is neither an nnx object nor a dict or list.
+        ArgumentError: If it is neither an nnx object nor a dict or list.
 
     Example:
         >>> import lazymods as lm

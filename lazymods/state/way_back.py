@@ -19,12 +19,12 @@ from lazymods.state.files.stored import Array, StoredTensor
 from lazymods.state.flow import Slices, Unfit
 from lazymods.state.layouts.computed import norm_over
 from lazymods.state.layouts.exporting import check_ready, written
-from lazymods.state.layouts.importing import with_sizes
+from lazymods.state.layouts.importing import from_torch, with_sizes
 from lazymods.state.layouts.site import Refusal
 from lazymods.state.layouts.table import sites
 from lazymods.state.noted import WayBack
 from lazymods.state.state_dict import state_dict
-from lazymods.state.values import as_array, cast_problem
+from lazymods.state.values import as_array, cast_problem, same_values
 
 _WITHOUT = "lm.export_torch(model) without like"
 _NORMED = re.compile(r"(?:(.*\.)?parametrizations\.(\w+)\.original1|(.*\.)?(\w+)_v)")
@@ -107,9 +107,9 @@ def _laid(
     found, wrong = with_sizes(list(sites(model)), flatten)
     made = written(model, found, names=way.final.keys(), stacked=way.stacked)
     problems += wrong + made.problems
-    entries = dict(made.entries)
+    entries, done = _as_computed(model, way, dict(made.entries), made.held, flatten)
     for name in way.final:
-        if name not in way.loaded:
+        if name not in way.loaded or name in done:
             continue
         match = _NORMED.fullmatch(name)
         if match is None:
@@ -124,6 +124,35 @@ def _laid(
             except Refusal as refusal:
                 problems.append(refusal.at(name))
     return entries, made.counters, made.held
+
+
+def _as_computed(
+    model: Any,
+    way: WayBack,
+    entries: dict[str, Any],
+    held: Mapping[str, list[str]],
+    flatten: Mapping[str, Sequence[int]] | None,
+) -> tuple[dict[str, Any], set[str]]:
+    """Put the file's entries in the place of what was computed from several of them, if the model still has it.
+
+    Returns:
+        The entries, and the names of those that are the file's.
+    """
+    given = {name: way.final[name].tensor for name in way.computed}
+    if not given:
+        return entries, set()
+    again = from_torch(model, given, flatten)
+    places = named_places(model)
+    same: dict[str, bool] = {}
+    for name, sources in again.sources.items():
+        now = as_array(places[name].value) if name in places else None
+        value = again.entries[name]
+        is_same = now is not None and same_values(np.asarray(value).astype(now.dtype), np.asarray(now))
+        same |= {source: is_same and same.get(source, True) for source in sources}
+    done = {name for name, is_same in same.items() if is_same and name in given}
+    whole = {name for name, sources in again.sources.items() if sources and done.issuperset(sources)}
+    out = {n: value for n, value in entries.items() if not held.get(n) or not whole.issuperset(held[n])}
+    return out | {name: given[name].read() for name in done}, done
 
 
 def _is_zero_bias(name: str, value: Any, way: WayBack) -> bool:

@@ -28,6 +28,7 @@ from lazymods.state.files import safetensors
 from lazymods.state.files.paths import check_path
 from lazymods.state.files.replacing import cannot_write, check_file_target, replacing
 from lazymods.state.files.stored import ALIASES, DTYPES, MAX_NAME_BYTES, NOTES, WEAK, Array, printable, texts_as_array
+from lazymods.state.options import wrong
 from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target, orbax_problem
 from lazymods.state.state_dict import state_dict
 from lazymods.state.values import is_deleted, is_weak
@@ -68,8 +69,7 @@ def save(
             a donated array or a traced value; if a file was to hold arrays of several processes, or one of these does
             not come to save; if something stands at the path that is neither a checkpoint nor a
             regular file, or the path is a URL; or if it cannot be written (then it is an OSError too).
-        TypeError: If the model is neither an nnx object nor a dict or list.
-        ValueError: If the suffix is none of these.
+        ArgumentError: If the model is neither an nnx object nor a dict or list, or the suffix none of these.
 
     Example:
         >>> import tempfile, lazymods as lm
@@ -80,9 +80,11 @@ def save(
     target = Path(os.path.realpath(os.fsdecode(path)))  # a link stays one: what it points to is replaced
     writers = {".safetensors": write_safetensors, ".npz": write_npz}
     if target.suffix and target.suffix not in writers:
-        raise ValueError(f"save writes .safetensors, .npz, or an Orbax folder without a suffix, got {path!r}")
+        needed = "a path with the suffix .safetensors or .npz, or without one for an Orbax folder"
+        raise wrong("lm.save: path", path, needed, f"lm.save(model, {str(target.with_suffix('.safetensors'))!r})")
     if target.suffix and not wait:
-        raise ValueError(f"wait=False is for Orbax folders, whose path has no suffix, got {path!r}")
+        needed = "a path without a suffix: wait=False is for Orbax folders"
+        raise wrong("lm.save: path", path, needed, f"lm.save(model, {str(target.with_suffix(''))!r}, wait=False)")
     check_is_model(model)
     with _told(target):
         (check_file_target if target.suffix else check_target)(target)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from helpers import array, assert_same_bits, assert_same_model, spec
@@ -356,3 +357,40 @@ def test_built_in_layers_are_mixins() -> None:
         assert isinstance(layer, lm.LazyModuleMixin) and layer.has_uninitialized_params()
         layer(array(2, 3))
         assert not isinstance(layer, lm.LazyModuleMixin)
+
+
+class WithToken(nnx.Module):
+    """A placeholder for a file to fill, in a module that infers nothing."""
+
+    def __init__(self) -> None:
+        self.fc, self.cls = lm.LazyLinear(4, rngs=nnx.Rngs(0)), lm.UninitializedParameter((1, None))
+
+    def __call__(self, x: Any) -> Any:
+        return self.fc(x) + self.cls[...]
+
+
+@pytest.mark.parametrize("size", [lm.infer_shapes, lm.materialize, lambda model, x: model(x)])
+def test_a_placeholder_of_a_plain_module_names_what_would_size_it(size: Callable[..., Any]) -> None:
+    with pytest.raises(lm.UninitializedError) as error:
+        size(WithToken(), array(2, 3))
+    assert str(error.value) == (
+        "cls (UninitializedParameter)\n"
+        "  got:    a use of its value, while it is an uninitialized parameter of shape (1, ?)\n"
+        "  needed: its sizes, which nothing infers: WithToken is no lazy module, and only a checkpoint could tell "
+        "them\n"
+        "  write:  def initialize_parameters(self, x): self.cls.materialize((1, x.shape[-1]))"
+        "  # in class WithToken(lm.LazyModuleMixin, nnx.Module)"
+    )
+
+
+def test_what_that_line_says_does_it() -> None:
+    class Mended(lm.LazyModuleMixin, WithToken):
+        def initialize_parameters(self, x: Any) -> None:
+            self.cls.materialize((1, 4))
+
+    model = Mended()
+    lm.materialize(model, array(2, 3))
+    assert type(model.cls) is nnx.Param and model.cls.shape == (1, 4)
+    loaded = WithToken()
+    lm.load(loaded, lm.state_dict(model))
+    np.testing.assert_array_equal(loaded(array(2, 3)), model(array(2, 3)))

@@ -140,3 +140,24 @@ def test_an_entry_of_another_shape_is_skipped_and_its_place_moved(linear: nnx.Li
     assert_placed(model.kernel.get_value(), mesh, P(None, "data"))
     np.testing.assert_array_equal(model.kernel.get_value(), kernel)
     np.testing.assert_array_equal(arrays(model)["bias"], arrays(linear)["bias"])
+
+
+def test_biases_of_stacked_cells_in_the_dtype_of_the_file() -> None:
+    """A sum of halves is computed in float32, and read when it is known which device holds which part."""
+    names = {"weight_ih_l0": (32, 8), "weight_hh_l0": (32, 8), "bias_ih_l0": (32,), "bias_hh_l0": (32,)}
+    drawn = np.random.default_rng(0)
+    given = {
+        f"layers.{i}.{name}": drawn.normal(size=shape).astype(ml_dtypes.bfloat16)
+        for i in range(2)
+        for name, shape in names.items()
+    }
+    layers = nnx.vmap(lambda rngs: nnx.RNN(nnx.OptimizedLSTMCell(8, 8, rngs=rngs)))(nnx.Rngs(0).split(2))
+    model = nnx.Dict(layers=layers)
+    rules = [("bias", P(None, "data"))]
+    rename = [lm.rules.Stack(r"layers[.](\d+)[.]", into="layers.")]
+    lm.load(model, given, layout="torch", dtype="file", rename=rename, mesh=mesh_of(data=8), rules=rules)
+    assert {str(array.dtype) for array in arrays(model).values()} == {"bfloat16"}
+    sums = [sum(given[f"layers.{i}.bias_{kind}_l0"].astype(np.float32) for kind in ("ih", "hh")) for i in range(2)]
+    bias = model.layers.cell.dense_h.bias[...]
+    np.testing.assert_array_equal(bias, np.stack(sums).astype(ml_dtypes.bfloat16))
+    assert_placed(bias, mesh_of(data=8), P(None, "data"), "bias")

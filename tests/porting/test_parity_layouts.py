@@ -240,5 +240,30 @@ lm.parity
   needed: values: PyTorch has to run on the same ones
   write:  lm.parity outside of it"""
     not_a_module: Any = lambda x: x  # noqa: E731
-    with pytest.raises(TypeError, match=r"parity compares an nnx\.Module, got function"):
+    with pytest.raises(TypeError, match=r"lm\.parity: model\n  got:    function\n  needed: an nnx\.Module"):
         lm.parity(not_a_module, net, x)
+
+
+def test_slopes_of_channels_that_come_first() -> None:
+    """A PReLU with several slopes takes the second axis for channels, of sequences as well."""
+
+    class Theirs(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.act = torch.nn.Linear(3, 4), torch.nn.PReLU(4)
+
+        def forward(self, x: Any) -> Any:
+            return self.act(self.fc(x).transpose(1, 2)).transpose(1, 2)
+
+    class Ours(nnx.Module):
+        def __init__(self) -> None:
+            self.fc, self.act = lm.LazyLinear(4, rngs=nnx.Rngs(0)), nnx.PReLU(jnp.full((1, 1, 4), 0.25))
+
+        def __call__(self, x: Any) -> Any:
+            return self.act(self.fc(x))
+
+    net, model = Theirs(), Ours()
+    net.act.weight.data = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    result = lm.load(model, net, layout="torch")
+    report = lm.parity(model, net, torch.randn(2, 5, 3), result)
+    assert report.agrees and [row.path for row in report.rows] == ["fc", "act", ""], str(report)

@@ -238,10 +238,10 @@ def test_entries_of_one_layer_must_agree_on_its_sizes() -> None:
 
 
 @pytest.mark.parametrize("bad, error, match", [
-    ([1], TypeError, "a state dict is a mapping from names to arrays, got list"),
-    (None, TypeError, "got NoneType"),
-    ({1: jnp.ones(1)}, TypeError, "names are dotted strings, got 1 of type int"),
-    ({("fc1", "kernel"): 1}, TypeError, "of type tuple"),
+    ([1], TypeError, "got:    list\n  needed: a state dict, a mapping from names to arrays"),
+    (None, TypeError, "got:    NoneType"),
+    ({1: jnp.ones(1)}, TypeError, "got:    1\n  needed: names that are dotted strings"),
+    ({("fc1", "kernel"): 1}, TypeError, r"got:    \('fc1', 'kernel'\)"),
 ], ids=["list", "none", "int-key", "tuple-key"])
 def test_what_is_no_state_dict(bad: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
@@ -249,7 +249,7 @@ def test_what_is_no_state_dict(bad: Any, error: type[Exception], match: str) -> 
 
 
 def test_other_options_are_refused() -> None:
-    with pytest.raises(ValueError, match='mismatched is "error" or "skip", got \'drop\''):
+    with pytest.raises(lm.ArgumentError, match="mismatched\n  got:    'drop'\n  needed: one of"):
         load(plain_mlp(), {}, mismatched="drop")
     with pytest.raises(TypeError):
         load(plain_mlp(), {}, False)  # type: ignore[misc]

@@ -137,6 +137,12 @@ class _FlatBias(Layout):
 class _Slope(Layout):
     """PyTorch has one axis of slopes, Flax what it was given: a scalar, ``(C,)``, ``(1, 1, C)``."""
 
+    def check(self, array: Array, site: Site) -> None:
+        """Refuse a slope for each channel where the model has one for all."""
+        if array.size > 1 and site.shape("negative_slope") == ():
+            got, line = f"{array.size} slopes, one a channel", f"nnx.PReLU(jnp.full({array.size}, 0.25))"
+            raise Refusal(got, "as many as the model has: it has one for all", line)
+
     def to_flax(self, array: Array, site: Site) -> Array:
         shape = tuple(n or 0 for n in site.shape("negative_slope") or ())
         one_axis = array.shape == (max(shape, default=1),) and int(np.prod(shape)) == array.size

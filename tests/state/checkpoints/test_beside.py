@@ -174,13 +174,40 @@ def test_heads_of_flax_of_a_config_object_and_of_a_width(tmp_path: Path) -> None
 def test_what_is_no_configuration_of_the_file_is_not_asked(tmp_path: Path) -> None:
     path = folder(tmp_path)
     lm.load(Llama(2), dict(lm.open(path)), layout="torch")
-    for text in ("", "{", "[1]", "3", '{"num_attention_heads": 4}', '{"model_type": 3, "num_attention_heads": 4}'):
+    for text in ("", "{", "[1]", "3", '{"heads_of": 4}', '{"attention_head_dim": 8, "_class_name": "Net"}'):
         (path / "config.json").write_text(text)
         model = Llama(2)
         lm.load(model, path, layout="torch")
         assert not lm.has_uninitialized_params(model)
     (path / "config.json").unlink()
     lm.load(Llama(2), path, layout="torch")
+
+
+@pytest.mark.parametrize("more", [{}, {"model_type": 3}, {"architectures": ["Mine"]}], ids=str)
+def test_fields_are_compared_without_a_type(tmp_path: Path, more: dict[str, Any]) -> None:
+    """Not only transformers writes them."""
+
+    def load(**says: Any) -> list[str]:
+        (path / "config.json").write_text(json.dumps(says | more))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            lm.load(Llama(), path, layout="torch")
+        return [str(warning.message) for warning in caught]
+
+    path = folder(tmp_path)
+    assert load(num_attention_heads=4, n_kv_heads=2, layer_norm_eps=1e-6, hidden_act="silu") == []
+    for says, got in (
+        ({"n_head": 8}, "num_heads=4"),
+        ({"num_key_value_heads": 4}, "num_kv_heads=2"),
+        ({"net": {"attention": {"num_heads": 8}}}, "num_heads=4"),
+    ):
+        with pytest.raises(lm.StateDictError, match=got):
+            load(**says)
+    assert load(net={"encoder": {"num_heads": 8}, "decoder": {"num_heads": 4}}) == []
+    (told,) = load(rms_norm_eps=1e-3)
+    assert "where config.json says rms_norm_eps=0.001" in told
+    (told,) = load(hidden_act="gelu")
+    assert "another function than hidden_act='gelu'" in told
 
 
 def test_what_is_not_loaded_from_the_file_may_have_other_heads(tmp_path: Path) -> None:

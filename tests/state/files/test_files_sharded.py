@@ -225,7 +225,39 @@ def test_all_shards_without_their_index(tmp_path: Path) -> None:
     save_file({"a": np.zeros(2)}, tmp_path / "model-00003-of-00003.safetensors")
     refusal(tmp_path, "model-00001-of-00003.safetensors and in model-00003-of-00003.safetensors", named="a")
     (tmp_path / "model-00003-of-00003.safetensors").unlink()
-    refusal(tmp_path, "model-00001-of-00003.safetensors, model-00002-of-00003.safetensors", "which of them is meant")
+    refusal(tmp_path, "2 of 3 shards, without model-00003-of-00003.safetensors", "all shards: no index says")
+    (tmp_path / "model-00001-of-00003.safetensors").unlink()
+    refusal(tmp_path, "1 of 3 shards, without model-00001-of-00003.safetensors, model-00003-of-00003.safetensors")
+    (tmp_path / "model-00002-of-00003.safetensors").rename(tmp_path / "model-00002-of-00001.safetensors")
+    refusal(tmp_path, "1 of 1 shards, without model-00001-of-00001.safetensors")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+@pytest.mark.parametrize("pattern", ["{}.fp16-{:05}-of-00002{}", "{}-{:05}-of-00002.fp16{}"])
+@pytest.mark.parametrize("with_plain", [False, True])
+def test_shards_of_a_variant_without_their_index(tmp_path: Path, pattern: str, suffix: str, with_plain: bool) -> None:
+    """As transformers and diffusers name them; those of another variant, or of none, are other files."""
+    stem = "model" if suffix == ".safetensors" else "pytorch_model"
+
+    def write_one(file: str, arrays: dict[str, np.ndarray]) -> None:
+        if suffix == ".safetensors":
+            save_file(arrays, tmp_path / file)
+            return
+        torch = pytest.importorskip("torch", reason="torch is an extra")
+        torch.save({name: torch.from_numpy(value) for name, value in arrays.items()}, tmp_path / file)
+
+    for number, name in enumerate("ab", 1):
+        write_one(pattern.format(stem, number, suffix), {name: np.full(2, number)})
+        if with_plain:
+            write_one(f"{stem}-{number:05}-of-00002{suffix}", {name: np.full(2, -number)})
+    with lm.open(tmp_path, variant="fp16") as opened:
+        assert_same(dict(opened), {"a": np.full(2, 1), "b": np.full(2, 2)})
+    if with_plain:
+        assert_same(values(tmp_path), {"a": np.full(2, -1), "b": np.full(2, -2)})
+    missing = pattern.format(stem, 2, suffix)
+    (tmp_path / missing).unlink()
+    with pytest.raises(lm.CheckpointError, match=f"1 of 2 shards, without {missing}"):
+        lm.open(tmp_path, variant="fp16")
 
 
 def test_the_only_safetensors_file(tmp_path: Path) -> None:

@@ -83,3 +83,24 @@ def test_stacked_layers_are_refused_by_an_export() -> None:
     make = nnx.vmap(lambda key: nnx.LinearGeneral(1, 3, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
     with pytest.raises(lm.StateDictError, match="no stacked layers"):
         lm.export_torch(nnx.Dict(m=make(jax.random.split(jax.random.key(0), 2))))
+
+
+def test_numbered_modules_where_the_model_has_a_stack() -> None:
+    """The error says the rule that stacks them; with it they load."""
+
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.fc, self.out = nnx.Linear(4, 4, rngs=rngs), nnx.Linear(4, 4, rngs=rngs)
+
+    model = nnx.Dict(layers=nnx.vmap(Block)(nnx.Rngs(0).split(3)))
+    names = [f"layers.{i}.{name}.{leaf}" for i in range(3) for name in ("fc", "out") for leaf in ("weight", "bias")]
+    given = {name: np.random.rand(*((4, 4) if "weight" in name else (4,))).astype(np.float32) for name in names}
+    with pytest.raises(lm.StateDictError) as error:
+        lm.load(model, given, layout="torch")
+    _, cause, write, *_ = str(error.value).splitlines()
+    assert cause == "  cause:  the file has numbered modules in 'layers', where the model has one, a stack of them"
+    assert write == r'  write:  rename=[lm.rules.Stack(r"^layers[.](\d+)[.]", into="layers.")]'
+    options = eval(f"dict({write.removeprefix('  write:  ')})", {"lm": lm})
+    lm.load(model, given, layout="torch", **options)
+    wanted = np.stack([given[f"layers.{i}.out.weight"].T for i in range(3)])
+    np.testing.assert_array_equal(model.layers.out.kernel[...], wanted)
