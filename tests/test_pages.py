@@ -62,8 +62,9 @@ def test_its_names_exist(page: str) -> None:
 
 
 def test_the_site_has_every_page() -> None:
-    listed = re.findall(r"^  - .+: (.+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(PAGES)
+    listed = re.findall(r"^ +- .+: (.+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    notebooks = [f"notebooks/{path.stem}.md" for path in (ROOT / "examples" / "notebooks").glob("*.ipynb")]
+    assert sorted(listed) == sorted([*PAGES, *notebooks])
 
 
 def test_the_reference_has_every_public_name() -> None:
