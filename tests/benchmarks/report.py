@@ -42,7 +42,7 @@ PARTS = [
     Benchmark("construct", "Making a model", "--rounds 1 --models mlp"),
     Benchmark("cold_start", "Cold starts", "--rounds 1 --widths 20"),
     Benchmark("first_call", "First calls under nnx.jit", "--rounds 1 --calls 5 --models mlp"),
-    Benchmark("call_overhead", "Overhead of a call", "--rounds 1 --calls 5"),
+    Benchmark("call_overhead", "Overhead of a call", "--rounds 1 --calls 5 --models mlp10"),
     Benchmark("load", "Loading a checkpoint", "--rounds 1 --width 64"),
     Benchmark("lazy_tensors", "Lazy tensors", "--rounds 1 --steps 1"),
     Benchmark("stack", "Depth", "--rounds 1 --depths 2 4 --width 32 --calls 2"),
@@ -50,7 +50,7 @@ PARTS = [
     Benchmark("backward_hooks", "Backward hooks", "--rounds 1 --steps 2 --width 32"),
     Benchmark("mesh", "Making a model on a mesh", "--rounds 1 --layers 2 --width 64"),
     Benchmark("mesh_load", "Loading on a mesh", "--rounds 1 --layers 2 --width 64"),
-    Benchmark("mesh_calls", "Overhead of a call on a mesh", "--rounds 1 --calls 2"),
+    Benchmark("mesh_calls", "Overhead of a call on a mesh", "--rounds 1 --calls 2 --models mlp10"),
     Benchmark("dispatch", "Operators", "--rounds 1 --calls 2 --tokens 512", gpu=True),
 ]
 
