@@ -2,8 +2,8 @@
 
 A row has five phases, in seconds. ``import`` includes the start of JAX's backend. ``build`` is the constructor.
 ``size`` is what is then missing until all parameters and the state of Adam are there. ``compile`` is the first step
-less a later one, and ``step`` the shortest of three later ones. ``total`` ends with the first step. Each row is a process
-of its own, without a cache of compiled programs. The rows take turns, and a row shows the run with the least total.
+less a later one, and ``step`` the shortest of three later ones. ``total`` ends with the first step. Each row is a
+process of its own, without a cache of compiled programs. Rows take turns, and each shows its run of the least total.
 Byte code is cached, as in an installation. All models have the same number of trained parameters, and the first loss of
 lazymods is that of Flax NNX; both are checked. A library that is not installed has a row that says so;
 ``pip install -e ".[bench]"`` installs all.
