@@ -42,10 +42,16 @@ def test_models_are_what_the_comments_say(namespace: dict[str, Any]):
         assert found == [(nnx.Linear, 784, 256), (nnx.Linear, 256, 10)]
 
 
-def test_the_table_is_shown_as_it_is(namespace: dict[str, Any]):
-    ((_, shown),) = blocks("text")
-    report = lm.infer_shapes(namespace["MLP"](rngs=nnx.Rngs(0)), namespace["spec"])
-    assert [line.rstrip() for line in str(report).splitlines()] == shown.splitlines()
+def test_what_the_first_example_prints_is_shown(capsys: pytest.CaptureFixture[str]):
+    ((start, code), *_) = blocks()
+    exec(code, {"__name__": "readme"})
+    ((line, shown),) = blocks("text")
+    assert line == start + code.count("\n") + 3  # right under it
+    assert capsys.readouterr().out == shown
+
+
+def test_it_is_short():
+    assert README.count("\n") <= 120
 
 
 def test_errors_are_shown_as_they_are(namespace: dict[str, Any]):
@@ -61,7 +67,7 @@ def test_names_exist():
         assert hasattr(lm, name), name
     for name in re.findall(r"\bnnx\.([A-Za-z]\w+)", README):
         assert hasattr(nnx, name), name
-    for path in re.findall(r"(?:examples|tests)/\w+\.py|docs/[\w-]+\.md", README):
+    for path in re.findall(r"(?:examples|tests)/[\w/]+\.(?:py|ipynb)|docs/[\w-]+\.md", README):
         assert (ROOT / path).is_file(), path
 
 
