@@ -38,7 +38,7 @@ def join(
     shared: Sequence[Any] = (),
     places: Mapping[str, Any] | None = None,
     *,
-    outside: Sequence[Any] = (),
+    outside: Mapping[int, str] | None = None,
     used_up: bool = False,
 ) -> tuple[Any, tuple[Path, ...]]:
     """Make one block of several.
@@ -47,8 +47,8 @@ def join(
         blocks: Blocks of one structure, which differ in the values of their Variables and arrays alone.
         shared: Objects that are shared if a block has them, also if there is only one block.
         places: Where the values of all go, by their names in a block; those of others stay where they are.
-        outside: Variables and objects that are not the blocks' own. All blocks may share one; one of its own for each
-            block could not stay what it is.
+        outside: Variables and objects that are not the blocks' own, by id, with what else holds each. All blocks may
+            share one; one of its own for each block could not stay what it is.
         used_up: Whether each Variable of the blocks may lose its value once that is in the one block, so that no more
             than one of its parameters is in memory twice.
 
@@ -58,7 +58,7 @@ def join(
     Raises:
         LazyError: If they differ in anything else; it lists every such place.
     """
-    joining = _Joining(shared, places or {}, outside, used_up)
+    joining = _Joining(shared, places or {}, outside or {}, used_up)
     made = joining.join(blocks, ())
     if joining.problems:
         raise LazyError(*joining.problems, heading="These blocks are not equal, so they can't be one:")
@@ -69,7 +69,7 @@ class _Joining:
     """Makes one object of several, at each place of a block."""
 
     def __init__(
-        self, shared: Sequence[Any], places: Mapping[str, Any], outside: Sequence[Any], used_up: bool
+        self, shared: Sequence[Any], places: Mapping[str, Any], outside: Mapping[int, str], used_up: bool
     ) -> None:
         self._places, self._used_up = places, used_up
         self.shared: list[Path] = []
@@ -77,8 +77,8 @@ class _Joining:
         self._memo: dict[int, tuple[tuple[int, ...], Any]] = {}
         self._known = {id(n) for s in shared for _, n in _graph.nodes(s)}
         self._known |= {id(v) for s in shared for v in _graph.variables(s)}
-        self._outside = {id(value) for value in outside}
-        self._known |= self._outside
+        self._outside = outside
+        self._known |= outside.keys()
 
     def join(self, values: Sequence[Any], path: Path) -> Any:
         first, kind = values[0], kind_of(values[0])
@@ -96,9 +96,7 @@ class _Joining:
             self.shared.append(path)
             return first
         if kind in (VARIABLE, NODE) and any(i in self._outside for i in ids):
-            got = f"a {type(first).__name__} in each that was there before the block, tied to something outside"
-            needed = "parts that the blocks make, or one that all of them share"
-            self.problems.append(Problem(dotted(path), got, needed, "nnx.List([make_block(rngs) for _ in range(n)])"))
+            self._tied(first, ids, path)
             return first
         if id(first) in self._memo:
             known, made = self._memo[id(first)]
@@ -195,6 +193,15 @@ class _Joining:
             self._differ(path, " and ".join(kinds))
             return values[0]
         return stacked_values.stack(values, self._places.get(dotted(path)))
+
+    def _tied(self, first: Any, ids: Sequence[int], path: Path) -> None:
+        tied = [i for i, part in enumerate(ids) if part in self._outside]
+        others = ", ".join(dict.fromkeys([self._outside[ids[i]] for i in tied]))
+        number = "each block" if len(tied) == len(ids) else f"block {', '.join(map(str, tied))}"
+        got = f"a {type(first).__name__} in {number} that is tied to something outside: {others}"
+        needed = "parts that the blocks make, or one that all of them share: the stack has one array for all blocks"
+        write = f"nnx.clone({path[-1] if path else 'block'})  # for each block: a copy, tied to nothing"
+        self.problems.append(Problem(dotted(path) or "a block", got, needed, write))
 
     def _differ(self, path: Path, got: str) -> None:
         where = dotted(path) or "a block"
@@ -328,15 +335,16 @@ def _values_of(owner: Any, n: int, abstract: bool) -> list[Any]:
 # ---------------------------------------------------------------- writing back
 
 
-def become(node: Any, other: Any, keeps_class: Callable[[Any], bool]) -> None:
+def become(node: Any, other: Any, keeps_class: Callable[[Any], bool], shared: Sequence[Path] = ()) -> None:
     """Let an object hold what another of its structure does; its Variables and objects stay the same ones.
 
     Args:
         node: The object.
         other: One of the same structure, whose lazy layers may be ready where those of the object are not.
         keeps_class: Whether a layer that is ready now keeps its class, as an nnx transform wants it.
+        shared: The paths of what blocks share, which takes the place of what was there.
     """
-    known: dict[int, Any] = {}
+    known = {id(value): value for value in (_graph.at(other, path) for path in shared)}
     _become(node, other, known, keeps_class)
 
 
@@ -366,4 +374,3 @@ def _become(value: Any, other: Any, known: dict[int, Any], keeps_class: Callable
     if not keep and type(value) is not type(other):
         _compat.set_class(value, type(other))
     return value
-
