@@ -35,10 +35,10 @@ class Before:
         is not if anything else holds it.
         """
         before = {id(value) for value in self._objects}
-        there = {id(v): v for block in blocks for v in _parts_of(block) if id(v) in before}
+        there = {id(v): v for block in blocks for v in parts_in(block) if id(v) in before}
         self._objects = []  # what nothing else holds may go
         old = [block for block in blocks if id(block) in there]
-        own = {id(v) for block in old for v in _parts_of(block)}
+        own = {id(v) for block in old for v in parts_in(block)}
         tied = _held_elsewhere(own, old) if own else {}
         if tied:  # perhaps by what is not collected yet
             gc.collect()
@@ -46,7 +46,7 @@ class Before:
         return {i: tied.get(i, "it was there before") for i in there if i in tied or i not in own}
 
 
-def _parts_of(value: Any) -> list[Any]:
+def parts_in(value: Any) -> list[Any]:
     """Return the nnx objects and Variables that a block consists of; of a Variable, itself."""
     if kind_of(value) is VARIABLE:
         return [value]
@@ -92,7 +92,7 @@ def _held_elsewhere(own: set[int], blocks: Sequence[Any]) -> dict[int, str]:
     for name, value in _reached_by_callers():
         if id(value) in own - whole:
             tied[id(value)] = value, f"the variable {name}"
-    return {id(part): words for value, words in tied.values() for part in _parts_of(value)}
+    return {id(part): words for value, words in tied.values() for part in parts_in(value)}
 
 
 def _held(value: Any, name: str, above: tuple[int, ...] = ()) -> Iterator[tuple[Any, str, Any]]:
