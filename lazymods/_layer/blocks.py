@@ -223,7 +223,14 @@ class _Joining:
         if len(kinds) > 1:
             self._differ(path, " and ".join(kinds))
             return values[0]
-        return stacked_values.stack(values, self._places.get(dotted(path)))
+        place = self._places.get(dotted(path)) or stacked_values.place_of_parts(values, self._places.values())
+        devices = {frozenset(p.device_set) for p in map(stacked_values.place_of, values) if p is not None}
+        if place is None and len(devices) > 1:
+            got = "arrays that lie on other devices in each"
+            needed = "arrays on the devices of their layer, or all on the same"
+            self.problems.append(Problem(dotted(path), got, needed, "jax.device_put(value, sharding)  # in each block"))
+            return values[0]
+        return stacked_values.stack(values, place)
 
     def _tied(self, first: Any, ids: Sequence[int], path: Path) -> None:
         tied = [i for i, part in enumerate(ids) if part in self._outside]

@@ -69,6 +69,7 @@ class BlockCall:
         if self._remat:
             step = jax.checkpoint(step, prevent_cse=not scanning)
         if scanning:
+            slices = jax.tree.map(stacked_values.on_all_devices, slices)
             (x, carried), found = jax.lax.scan(lambda c, s: step(*c, s), (x, carried), slices, length=self._n)
         else:
             rows = list(zip(*[stacked_values.rows(s, self._n) for s in slices], strict=True)) or [()] * self._n
@@ -226,7 +227,10 @@ class BlockCall:
 
 
 def _where_it_was(before: Any, value: Any) -> Any:
-    """Bring what layers that were called one after the other have made to where the stack has it on a mesh."""
+    """Bring what the layers have made to where the stack has it on a mesh."""
+    typed = stacked_values.split_layers(before) if _compat.is_tracer(before) else None
+    if typed is not None and jnp.shape(value) == jnp.shape(before):
+        return jax.sharding.reshard(value, typed)
     place = stacked_values.place_of(before)
     is_here = isinstance(place, jax.sharding.NamedSharding) and stacked_values.place_of(value) is not None
     return shards.put(value, place) if is_here and value.shape == before.shape else value
