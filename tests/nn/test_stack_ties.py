@@ -67,12 +67,12 @@ def test_blocks_of_a_list_keep_a_tie_that_all_have(n: int) -> None:
     got, want = Model(n, one=True), Model(n, one=True)
     got.blocks = stacked(got.blocks)
     assert got.blocks.blocks_as_one.embed.embedding is got.head.table
-    np.testing.assert_allclose(got(Y), want(Y), rtol=1e-5)
+    np.testing.assert_allclose(got(Y), want(Y), rtol=1e-5, atol=1e-6)
     gradients = [nnx.grad(loss)(model) for model in (got, want)]
     table = gradients[0]["blocks"]["blocks_as_one"]["embed"]["embedding"][...]
     np.testing.assert_allclose(table, gradients[1]["blocks"][0]["embed"]["embedding"][...], rtol=1e-4, atol=1e-6)
     got.head.table[...] = want.head.table[...] = jnp.eye(WIDTH)
-    np.testing.assert_allclose(got(Y), want(Y), rtol=1e-5)
+    np.testing.assert_allclose(got(Y), want(Y), rtol=1e-5, atol=1e-6)
     assert len(jax.tree.leaves(nnx.state(got))) == 3
 
 
@@ -96,7 +96,7 @@ def test_ties_of_some_blocks_are_refused() -> None:
     assert isinstance(model.blocks, nnx.List) and model.head.table is model.blocks[0].embed.embedding
     del kernel
     copies = stacked([nnx.clone(block) for block in model.blocks])
-    np.testing.assert_allclose(copies(Y), through(model.blocks, Y), rtol=1e-5)
+    np.testing.assert_allclose(copies(Y), through(model.blocks, Y), rtol=1e-5, atol=1e-6)
 
 
 def test_ties_to_ordinary_objects_are_refused() -> None:
@@ -154,7 +154,7 @@ def test_a_list_that_was_compiled_becomes_a_stack(compile: Any) -> None:
         call(got, Y)
     got.blocks = stacked(got.blocks)
     for _ in range(2):
-        np.testing.assert_allclose(call(got, Y), want(Y), rtol=1e-5)
+        np.testing.assert_allclose(call(got, Y), want(Y), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("n", [1, 3])
