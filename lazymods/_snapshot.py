@@ -12,6 +12,7 @@ import numpy as np
 
 from lazymods import _compat, _graph
 from lazymods._graph import ARRAY, NODE, OTHER, STATE, VARIABLE, kind_of
+from lazymods._initial import draws
 
 _exhaust = collections.deque(maxlen=0).extend
 
@@ -58,8 +59,8 @@ class Snapshot:
             return
         if kind is NODE:
             self._nodes.append((value, type(value), dict(vars(value))))
-            for turn in getattr(vars(value).get(STATE), "turns", None) or ():
-                if turn is not None and id(turn.ledger) not in self._ledgers:
+            for turn in draws.all_of(getattr(vars(value).get(STATE), "turns", None)):
+                if id(turn.ledger) not in self._ledgers:
                     self._ledgers[id(turn.ledger)] = turn.ledger, turn.ledger.saved()
         elif isinstance(value, list):
             self._containers.append((value, value.copy()))

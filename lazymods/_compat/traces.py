@@ -101,11 +101,11 @@ def threefry_dtype() -> Any:
         return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
 
-def counted(count: Any, draws: int) -> Any:
+def counted(count: Any, draws: Any) -> Any:
     """Return ``count + draws`` for the counter of a random stream, made on the host where that is the same.
 
-    A fresh process would compile the addition, for longer than a hundred layers take. It is the same for an array
-    that is bound to no device, if programs run where it is.
+    For those of a stack, ``draws`` has its axes. A fresh process would compile the addition, for longer than a hundred
+    layers take. It is the same for an array that is bound to no device, if programs run where it is.
     """
     array = isinstance(count, jax.Array) and not isinstance(count, Tracer)
     device = plain_device()

@@ -11,8 +11,9 @@ drawn from the stream in the meantime, the sizes are refused.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,12 +45,20 @@ class Turn(NamedTuple):
         return self.ledger.shift(self.number) - self.known
 
 
-Turns = tuple["Turn | None", ...]  # for each stream of a layer; None where all draws are sure
+@dataclasses.dataclass(frozen=True)
+class TurnsOfBlocks:
+    """The turns of equal layers of which a stack has made one, in the order of its blocks."""
+
+    each: tuple[Turns | None, ...]
+
+
+TurnsOfOne = tuple["Turn | None", ...]  # for each stream of a layer; None where all draws are sure
+Turns = TurnsOfOne | TurnsOfBlocks
 
 LEDGERS: dict[int, tuple[Any, Ledger]] = {}  # by the stream's id, with a weak reference to it
 
 
-def take_turns(streams: Mapping[str, nnx.RngStream], draws: Mapping[str, int] | None) -> Turns | None:
+def take_turns(streams: Mapping[str, nnx.RngStream], draws: Mapping[str, int] | None) -> TurnsOfOne | None:
     """Note that a layer is about to draw.
 
     Args:
@@ -76,11 +85,38 @@ def take_turns(streams: Mapping[str, nnx.RngStream], draws: Mapping[str, int] | 
     return tuple(turns) if any(turns) else None
 
 
-def have_drawn(turns: Turns | None, streams: Mapping[str, nnx.RngStream]) -> None:
+def have_drawn(turns: TurnsOfOne | None, streams: Mapping[str, nnx.RngStream]) -> None:
     """Note that a layer has drawn, after :func:`take_turns`."""
     for turn, stream in zip(turns or (), streams.values(), strict=False):
         if turn is not None:
             turn.ledger.after(_compat.value_of(stream.count))
+
+
+def of_blocks(turns: Sequence[Turns | None]) -> Turns | None:
+    """Return the turns of layers of which a stack makes one; None where nothing is unsure."""
+    return TurnsOfBlocks(tuple(turns)) if any(t is not None for t in turns) else None
+
+
+def of_each(turns: Turns | None, n: int) -> Sequence[Turns | None]:
+    """Return what :func:`of_blocks` was given, for so many blocks."""
+    return turns.each if isinstance(turns, TurnsOfBlocks) else [turns] * n
+
+
+def all_of(turns: Turns | None) -> Iterator[Turn]:
+    """Go through the turns of a layer, or of each of those that are stacked."""
+    for turn in turns.each if isinstance(turns, TurnsOfBlocks) else turns or ():
+        if isinstance(turn, Turn):
+            yield turn
+        elif turn is not None:
+            yield from all_of(turn)
+
+
+def _off(turns: Turns | None, stream: int) -> Any:
+    """Return by how much the counter of a stream is off, for each of the layers that are stacked."""
+    if isinstance(turns, TurnsOfBlocks):
+        return np.stack(np.broadcast_arrays(*[_off(t, stream) for t in turns.each]))
+    turn = None if turns is None else turns[stream]
+    return np.int64(0 if turn is None else turn.off())
 
 
 def _ledger_of(stream: nnx.RngStream, make: bool) -> Ledger | None:
@@ -92,24 +128,23 @@ def _ledger_of(stream: nnx.RngStream, make: bool) -> Ledger | None:
 
 def shifted(keys: tuple[Any, ...], turns: Turns | None) -> tuple[Any, ...]:
     """Return the keys and counters that a layer draws from, by what is known of those before it."""
-    for i, turn in enumerate(turns or ()):
-        off = 0 if turn is None or 2 * i >= len(keys) else turn.off()
-        count = keys[2 * i + 1] if off else None
-        if hasattr(count, "aval"):  # else it is one that has no value, of a model that nnx.eval_shape made
-            keys = (*keys[: 2 * i + 1], _compat.counted(count, off % 2**32), *keys[2 * i + 2 :])
+    for i in range(len(keys) // 2) if are_off(turns) else ():
+        count, off = keys[2 * i + 1], _off(turns, i)
+        if off.any() and hasattr(count, "aval"):  # else it has no value, in a model that nnx.eval_shape made
+            off = np.expand_dims(off, tuple(range(off.ndim, count.ndim))) % 2**32
+            keys = (*keys[: 2 * i + 1], _compat.counted(count, off if off.ndim else int(off)), *keys[2 * i + 2 :])
     return keys
 
 
 def are_off(turns: Turns | None) -> bool:
     """Whether a layer gets other keys than it was built with."""
-    return any(turn is not None and turn.off() for turn in turns or ())
+    return any(turn.off() for turn in all_of(turns))
 
 
 def use(turns: Turns | None, *, is_sure: bool = True) -> None:
     """Note that a layer's keys have been used; if not sure, as it was thought to draw, which it then has to."""
-    for turn in turns or ():
-        if turn is not None:
-            turn.ledger.use(turn.number if is_sure or turn.draws is None else turn.number + 1)
+    for turn in all_of(turns):
+        turn.ledger.use(turn.number if is_sure or turn.draws is None else turn.number + 1)
 
 
 def settle(
@@ -131,6 +166,20 @@ def settle(
     Raises:
         ConfigurationError: If anything that came after it has its value, of another key than it should have.
     """
+    for own in turns.each if isinstance(turns, TurnsOfBlocks) else [turns]:
+        if isinstance(own, TurnsOfBlocks):
+            settle(own, draws, names, streams, where)
+        elif own is not None:
+            _settle(own, draws, names, streams, where)
+
+
+def _settle(
+    turns: TurnsOfOne,
+    draws: Mapping[str, int],
+    names: Sequence[str],
+    streams: Callable[[], Sequence[Any]],
+    where: Callable[[], str] | None,
+) -> None:
     problems, changes = [], []
     for name, turn in zip(names, turns, strict=True):
         if turn is None or turn.draws is None:
@@ -155,7 +204,7 @@ def settle(
             turn.ledger.move(turn.number, move)
 
 
-def _to_move(turn: Turn, turns: Turns, streams: Sequence[Any], more: int) -> list[Move] | None:
+def _to_move(turn: Turn, turns: TurnsOfOne, streams: Sequence[Any], more: int) -> list[Move] | None:
     """Find what others made of the keys that they drew after a layer, if those are streams that nobody has used.
 
     Returns:

@@ -126,7 +126,11 @@ def key_source(keys: Sequence[Any]) -> StaticKeys | tuple[Any, ...]:
 
 
 def _parts(keys: Any) -> list[Any]:
-    """Return keys or counters of a stack one by one, without a program that takes them apart."""
+    """Return keys or counters of a stack one by one; those that are there, without a program that takes them apart."""
+    if isinstance(keys, jax.ShapeDtypeStruct):  # of a model that nnx.eval_shape made
+        return [jax.ShapeDtypeStruct((), keys.dtype)] * math.prod(keys.shape)
+    if not _compat.are_concrete([keys]):
+        return [keys[i] for i in np.ndindex(keys.shape)]
     if is_key(keys):
         data = np.asarray(jax.random.key_data(keys))
         impl = jax.random.key_impl(keys)
@@ -285,8 +289,10 @@ class PendingInit:
             return NotImplemented
         mine, others = self.leaves, other.leaves
         same_keys = len(mine) == len(others) and all(a is b for a, b in zip(mine, others, strict=True))
-        return self.static() == other.static() and self.stacking == other.stacking and (
-            same_keys or (self.is_static and self.key_source == other.key_source)
+        return (
+            self.static() == other.static()
+            and self.stacking == other.stacking
+            and (same_keys or (self.is_static and self.key_source == other.key_source))
         )
 
     def __hash__(self) -> int:

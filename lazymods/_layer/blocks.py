@@ -8,23 +8,25 @@ share, as rngs that each of them keeps, stays one and without that axis.
 from __future__ import annotations
 
 import functools
-import types
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem
-from lazymods._graph import ARRAY, NODE, OTHER, STATE, VARIABLE, Path, dotted, kind_of
+from lazymods._graph import ARRAY, HOOKS, NODE, OTHER, STATE, VARIABLE, Path, dotted, kind_of
+from lazymods._initial import draws
 from lazymods._initial.pending import PendingInit, leaves_of
 from lazymods._initial.stacking import Stacking
 from lazymods._layer import stacked_values
 from lazymods._layer.building import LazyState
-from lazymods._layer.config import LayerConfig
 from lazymods._layer.copying import copied, rebuilt
-from lazymods._layer.formulas import same_static
 from lazymods._layer.lifecycle import TRANSIENT
+from lazymods._layer.settings import objects_of, same_setting
+from lazymods._layer.ties import parts_in
 
 LAYERS = "layers"  # metadata of caches and intermediates of a stack that have the axis of the layers
 _AXES = "out_sharding"  # metadata with a name for each axis of the value
@@ -38,7 +40,7 @@ def join(
     shared: Sequence[Any] = (),
     places: Mapping[str, Any] | None = None,
     *,
-    outside: Sequence[Any] = (),
+    outside: Mapping[int, str] | None = None,
     used_up: bool = False,
 ) -> tuple[Any, tuple[Path, ...]]:
     """Make one block of several.
@@ -47,8 +49,8 @@ def join(
         blocks: Blocks of one structure, which differ in the values of their Variables and arrays alone.
         shared: Objects that are shared if a block has them, also if there is only one block.
         places: Where the values of all go, by their names in a block; those of others stay where they are.
-        outside: Variables and objects that are not the blocks' own. All blocks may share one; one of its own for each
-            block could not stay what it is.
+        outside: Variables and objects that are not the blocks' own, by id, with what else holds each. All blocks may
+            share one; one of its own for each block could not stay what it is.
         used_up: Whether each Variable of the blocks may lose its value once that is in the one block, so that no more
             than one of its parameters is in memory twice.
 
@@ -58,7 +60,7 @@ def join(
     Raises:
         LazyError: If they differ in anything else; it lists every such place.
     """
-    joining = _Joining(shared, places or {}, outside, used_up)
+    joining = _Joining(blocks, shared, places or {}, outside or {}, used_up)
     made = joining.join(blocks, ())
     if joining.problems:
         raise LazyError(*joining.problems, heading="These blocks are not equal, so they can't be one:")
@@ -69,7 +71,12 @@ class _Joining:
     """Makes one object of several, at each place of a block."""
 
     def __init__(
-        self, shared: Sequence[Any], places: Mapping[str, Any], outside: Sequence[Any], used_up: bool
+        self,
+        blocks: Sequence[Any],
+        shared: Sequence[Any],
+        places: Mapping[str, Any],
+        outside: Mapping[int, str],
+        used_up: bool,
     ) -> None:
         self._places, self._used_up = places, used_up
         self.shared: list[Path] = []
@@ -77,16 +84,16 @@ class _Joining:
         self._memo: dict[int, tuple[tuple[int, ...], Any]] = {}
         self._known = {id(n) for s in shared for _, n in _graph.nodes(s)}
         self._known |= {id(v) for s in shared for v in _graph.variables(s)}
-        self._outside = {id(value) for value in outside}
-        self._known |= self._outside
+        self._outside = outside
+        self._known |= outside.keys()
+        all_share = functools.reduce(operator.and_, [{id(p) for p in parts_in(b)} for b in blocks])
+        stays = all_share if len(blocks) > 1 else self._known
+        self._parts = {id(p) for b in blocks for p in parts_in(b)} - stays
 
     def join(self, values: Sequence[Any], path: Path) -> Any:
         first, kind = values[0], kind_of(values[0])
         if kind is OTHER:
-            if not all(same_setting(first, v) for v in values):
-                other = next(v for v in values if not same_setting(first, v))
-                self._differ(path, f"{first!r:.80} and {other!r:.80}")
-            return first
+            return self._setting(values, path)
         classes = {type(v): None for v in values}
         if len({kind_of(v) for v in values}) > 1 or (kind is not ARRAY and len(classes) > 1):
             self._differ(path, " and ".join(cls.__name__ for cls in classes))
@@ -96,9 +103,7 @@ class _Joining:
             self.shared.append(path)
             return first
         if kind in (VARIABLE, NODE) and any(i in self._outside for i in ids):
-            got = f"a {type(first).__name__} in each that was there before the block, tied to something outside"
-            needed = "parts that the blocks make, or one that all of them share"
-            self.problems.append(Problem(dotted(path), got, needed, "nnx.List([make_block(rngs) for _ in range(n)])"))
+            self._tied(first, ids, path)
             return first
         if id(first) in self._memo:
             known, made = self._memo[id(first)]
@@ -109,6 +114,21 @@ class _Joining:
             self._differ(path, f"a {type(first).__name__} that some of them share, and others do not")
             return first
         return self._made(kind, values, ids, path)
+
+    def _setting(self, values: Sequence[Any], path: Path, write: str = "") -> Any:
+        first = values[0]
+        part = next((v for value in values for v in objects_of(value) if id(v) in self._parts), None)
+        if part is not None:
+            got = f"{getattr(first, '__qualname__', 'a function')}, which holds a {type(part).__name__} of its block"
+            needed = (
+                "functions that get all they need as arguments: one serves all blocks, none of which stays as it is"
+            )
+            write = write or f"def {path[-1]}(self, x): ...  # a method of the class of the block"
+            self.problems.append(Problem(dotted(path), got, needed, write))
+        elif not all(same_setting(first, v) for v in values):
+            other = next(v for v in values if not same_setting(first, v))
+            self._differ(path, f"{first!r:.80} and {other!r:.80}")
+        return first
 
     def _made(self, kind: Any, values: Sequence[Any], ids: tuple[int, ...], path: Path) -> Any:
         first = values[0]
@@ -128,27 +148,36 @@ class _Joining:
 
     def _join_attributes(self, made: Any, nodes: Sequence[Any], path: Path) -> None:
         first = nodes[0]
-        own = (_compat.STATE, _compat.NODES, STATE)
+        own = (_compat.STATE, _compat.NODES, STATE, HOOKS)
         names = [[k for k in vars(n) if k not in own] for n in nodes]
         if any(set(n) != set(names[0]) for n in names) or len({STATE in vars(n) for n in nodes}) > 1:
             self._differ(path, f"a {type(first).__name__} of other attributes in each")
             return
         attributes = {_compat.STATE: vars(made)[_compat.STATE]}
         attributes |= {k: self.join([vars(n)[k] for n in nodes], (*path, k)) for k in names[0]}
+        if any(HOOKS in vars(n) for n in nodes):
+            attributes[HOOKS] = self._hooks([_graph.hooks_of(n) for n in nodes], (*path, "hooks"))
         if STATE in vars(first):
             attributes[STATE] = self._lazy_state([vars(n)[STATE] for n in nodes], path)
         _compat.set_attributes(made, attributes)
         _compat.share_data_names(made, _compat.names_of(first))
 
+    def _hooks(self, hooks: Sequence[tuple[Any, ...]], path: Path) -> tuple[Any, ...]:
+        """Return the hooks of the first block, if those of the others do the same: each has a number of its own."""
+        kinds = [[h._replace(id=0, function=None) for h in own] for own in hooks]
+        if any(k != kinds[0] for k in kinds):
+            self._differ(path, f"{len(hooks[0])} hooks in the first block, and others in another")
+            return hooks[0]
+        write = "lm.register_forward_hook(layer, hook)  # with a function that is the same for all blocks"
+        for i, hook in enumerate(hooks[0]):
+            self._setting([own[i].function for own in hooks], (*path, hook.kind), write)
+        return hooks[0]
+
     def _lazy_state(self, states: Sequence[LazyState], path: Path) -> LazyState:
         first = states[0]
-        if any(s.turns is not None for s in states):
-            got = "a lazy layer whose sizes decide how often it, or one before it, draws from these rngs"
-            needed = "random keys that are known when the blocks are built"
-            self.problems.append(Problem(dotted(path), got, needed, "rngs=rngs.fork(), as the rngs of the stack"))
         if not all(same_setting(first.spec, s.spec) and first.given == s.given for s in states):
             self._differ(path, "lazy layers of other arguments")
-        return LazyState(first.spec, first.given)
+        return LazyState(first.spec, first.given, turns=draws.of_blocks([s.turns for s in states]))
 
     def _container(self, kind: Any, values: Sequence[Any], path: Path) -> Any:
         items = [dict(_graph.children(v, kind)) for v in values]
@@ -194,7 +223,23 @@ class _Joining:
         if len(kinds) > 1:
             self._differ(path, " and ".join(kinds))
             return values[0]
-        return stacked_values.stack(values, self._places.get(dotted(path)))
+        place = self._places.get(dotted(path)) or stacked_values.place_of_parts(values, self._places.values())
+        devices = {frozenset(p.device_set) for p in map(stacked_values.place_of, values) if p is not None}
+        if place is None and len(devices) > 1:
+            got = "arrays that lie on other devices in each"
+            needed = "arrays on the devices of their layer, or all on the same"
+            self.problems.append(Problem(dotted(path), got, needed, "jax.device_put(value, sharding)  # in each block"))
+            return values[0]
+        return stacked_values.stack(values, place)
+
+    def _tied(self, first: Any, ids: Sequence[int], path: Path) -> None:
+        tied = [i for i, part in enumerate(ids) if part in self._outside]
+        others = ", ".join(dict.fromkeys([self._outside[ids[i]] for i in tied]))
+        number = "each block" if len(tied) == len(ids) else f"block {', '.join(map(str, tied))}"
+        got = f"a {type(first).__name__} in {number} that is tied to something outside: {others}"
+        needed = "parts that the blocks make, or one that all of them share: the stack has one array for all blocks"
+        write = f"nnx.clone({path[-1] if path else 'block'})  # for each block: a copy, tied to nothing"
+        self.problems.append(Problem(dotted(path) or "a block", got, needed, write))
 
     def _differ(self, path: Path, got: str) -> None:
         where = dotted(path) or "a block"
@@ -210,18 +255,20 @@ def joined_pending(pendings: Sequence[PendingInit]) -> PendingInit:
     marks = inner.marks if inner.sizes else Stacking.of_one(rank).marks
     keys = [None if None in k else stacked_values.stack(k) for k in zip(*[p.built_with for p in pendings], strict=True)]
     held = leaves_of(keys, Stacking((len(pendings), *marks), inner.exact if inner.sizes else rank is not None))
-    return PendingInit(*first.static(), keys=held)
+    turns = draws.of_blocks([p.turns for p in pendings])
+    return PendingInit(first.source, first.element, first.dtype, first.label, turns, keys=held)
 
 
 def parts_of_pending(pending: PendingInit, n: int) -> list[PendingInit]:
     """Return how the value of each of the blocks of :func:`joined_pending` will be made."""
     each = [[None] * n if k is None else stacked_values.parts(k, n) for k in pending.built_with]
     out = []
-    for i in range(n):
+    for i, turns in enumerate(draws.of_each(pending.turns, n)):
         keys = [k[i] for k in each]
         made = PendingInit.build(pending.source, pending.element, pending.dtype, pending.label, keys)
         if len(pending.stacking.sizes) > 1:
             made.key_source = leaves_of(keys, Stacking(pending.stacking.marks[1:], pending.stacking.exact))
+        made.turns = turns
         out.append(made)
     return out
 
@@ -256,28 +303,6 @@ def _respelled(metadata: dict[str, Any], change: Callable[[Any], Any]) -> dict[s
     return {**metadata, _AXES: type(sharding)(*names) if isinstance(sharding, jax.sharding.PartitionSpec) else names}
 
 
-def same_setting(a: Any, b: Any) -> bool:
-    """Whether two static values do the same: equal ones, and functions and objects that are made alike."""
-    if a is b or same_static(a, b):
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, LayerConfig):
-        own = ("name", "cls", "config", "unknown", "options", "streams", "rngs_name", "modules", "left_out")
-        return all(same_setting(getattr(a, n), getattr(b, n)) for n in own)
-    if isinstance(a, types.FunctionType):
-        cells = [[c.cell_contents for c in f.__closure__ or ()] for f in (a, b)]
-        parts = [(f.__code__, f.__defaults__, f.__kwdefaults__, c) for f, c in zip((a, b), cells, strict=True)]
-        return all(map(same_setting, *parts))
-    if isinstance(a, functools.partial):
-        return all(map(same_setting, (a.func, a.args, a.keywords), (b.func, b.args, b.keywords)))
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same_setting, a, b))
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same_setting(v, b[k]) for k, v in a.items())
-    return False
-
-
 # ---------------------------------------------------------------- parts
 
 
@@ -302,7 +327,14 @@ def parts_of(whole: Any, n: int, shared: Sequence[Path], *, abstract: bool = Fal
         return _compat.new_variable(type(owner), value, without_axis(_compat.raw_metadata(owner)))
 
     with _compat.at_trace(_compat.home_trace(whole)):
-        return [copied(whole, functools.partial(leaf, i), dict(same)) for i in range(n)]
+        made = [copied(whole, functools.partial(leaf, i), dict(same)) for i in range(n)]
+        for i, block in enumerate(made):
+            for _, layer in _graph.lazy_nodes(block):
+                state = vars(layer)[STATE]
+                if id(layer) not in same and state.turns is not None:
+                    turns = draws.of_each(state.turns, n)[i]
+                    object.__setattr__(layer, STATE, LazyState(state.spec, state.given, state.keys, turns))
+        return made
 
 
 def raw_of(owner: Any) -> Any:
@@ -322,21 +354,22 @@ def _values_of(owner: Any, n: int, abstract: bool) -> list[Any]:
         return parts_of_pending(raw, n)
     if has_no_layers(owner):
         return [raw] * n
-    return stacked_values.parts(raw, n, abstract=abstract)
+    return stacked_values.parts(raw, n, abstract=abstract and not isinstance(owner, nnx.RngState))  # a load may move it
 
 
 # ---------------------------------------------------------------- writing back
 
 
-def become(node: Any, other: Any, keeps_class: Callable[[Any], bool]) -> None:
+def become(node: Any, other: Any, keeps_class: Callable[[Any], bool], shared: Sequence[Path] = ()) -> None:
     """Let an object hold what another of its structure does; its Variables and objects stay the same ones.
 
     Args:
         node: The object.
         other: One of the same structure, whose lazy layers may be ready where those of the object are not.
         keeps_class: Whether a layer that is ready now keeps its class, as an nnx transform wants it.
+        shared: The paths of what blocks share, which takes the place of what was there.
     """
-    known: dict[int, Any] = {}
+    known = {id(value): value for value in (_graph.at(other, path) for path in shared)}
     _become(node, other, known, keeps_class)
 
 
@@ -366,4 +399,3 @@ def _become(value: Any, other: Any, known: dict[int, Any], keeps_class: Callable
     if not keep and type(value) is not type(other):
         _compat.set_class(value, type(other))
     return value
-

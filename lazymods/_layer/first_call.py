@@ -298,7 +298,7 @@ def _check_transforms(layer: Any, all_tags: list[Any], what: str, write: str) ->
     if tags & {"cond", "switch"}:
         got = f"{what} inside nnx.cond (or nnx.switch), of which it is an argument"
         _refuse(layer, got, "the same parameters after every branch, whether it calls the layer or not", write=write)
-    if tags & _LOOPS and _has_static_keys(layer):
+    if tags & _LOOPS and not _is_one_of_a_stack(layer):
         got = f"{what} inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)"
         _refuse(layer, got, "the same parameters before and after every step of the loop", write=write)
     if tags & {"vmap", "pmap"} and _has_static_keys(layer) and _compat.mapping_axes(layer):
@@ -310,6 +310,16 @@ def _check_transforms(layer: Any, all_tags: list[Any], what: str, write: str) ->
 
 def _has_static_keys(layer: Any) -> bool:
     return all(v.pending.is_static for v in _graph.variables(layer) if isinstance(v, UninitializedVariable))
+
+
+def _is_one_of_a_stack(layer: Any) -> bool:
+    """Whether a loop takes one after the other of the layers that are stacked outside of it."""
+    return any(_axes_of_stacks(other) > _axes_of_stacks(layer) for other in _compat.incarnations(layer))
+
+
+def _axes_of_stacks(layer: Any) -> int:
+    pendings = [v.pending for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)]
+    return max((len(p.stacking.sizes) for p in pendings), default=0)
 
 
 _WRITE = "lm.materialize(model, x)  # before the transform"

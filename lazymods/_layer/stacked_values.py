@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -89,7 +89,7 @@ def _parts(array: Any, n: int, abstract: bool) -> list[Any]:
         if _is_spread(array):
             return _spread_parts(array, n)
         if not _is_on_host(array):
-            return [array[i] for i in range(n)] if is_key(array) else list(jnp.unstack(array))
+            return [array[i] for i in range(n)] if is_key(array) else list(jnp.unstack(on_all_devices(array)))
         if is_key(array):
             data, impl = np.asarray(jax.random.key_data(array)), jax.random.key_impl(array)
             return [jax.random.wrap_key_data(_put(d.copy(), array), impl=impl) for d in data]
@@ -114,6 +114,21 @@ def rows(tree: Any, n: int) -> list[Any]:
     return [jax.tree.map(everywhere, tree, part) for part in parts(tree, n)]
 
 
+def split_layers(value: Any) -> Any:
+    """Return the sharding that an array has in its type, on explicit axes, if that splits the axis of the layers."""
+    sharding = getattr(jax.typeof(value), "sharding", None)
+    return sharding if sharding is not None and any(sharding.spec[:1]) else None
+
+
+def on_all_devices(value: Any) -> Any:
+    """Return the values for all layers as operations go along that axis that want each device to have it whole."""
+    place = split_layers(value)
+    if place is None:
+        return value
+    spec = jax.sharding.PartitionSpec(None, *place.spec[1:])
+    return jax.sharding.reshard(value, jax.sharding.NamedSharding(place.mesh, spec))
+
+
 def place_of(value: Any) -> Any:
     """Return the sharding that an array is bound to; None if it is bound to none, or in a trace."""
     is_here = isinstance(value, jax.Array) and _compat.are_concrete([value]) and not is_key(value)
@@ -126,6 +141,30 @@ def _common_place(values: Sequence[jax.Array]) -> Any:
     if not isinstance(place, jax.sharding.NamedSharding) or any(place_of(v) != place for v in values):
         return None
     return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec(None, *place.spec))
+
+
+def place_of_parts(values: Sequence[Any], places: Iterable[Any]) -> Any:
+    """Return where a stack of arrays goes that lie each where a layer does of a stack that is spread over devices.
+
+    Args:
+        values: The arrays.
+        places: Where stacks of as many layers lie, ``NamedSharding`` among them.
+
+    Returns:
+        A sharding whose parts lie where the arrays do; None where all lie on the same devices, or as in no other stack.
+    """
+    own = [place_of(v) for v in values]
+    if None in own or len({frozenset(p.device_set) for p in own}) == 1:
+        return None
+    for place in places:
+        each = shards.of_each(place, (len(values),)) if isinstance(place, jax.sharding.NamedSharding) else []
+        if each and all(a.device_set == b.device_set for a, b in zip(own, each, strict=True)):
+            is_named = all(
+                isinstance(a, jax.sharding.NamedSharding) and a.mesh == b.mesh for a, b in zip(own, each, strict=True)
+            )
+            spec = jax.sharding.PartitionSpec(*place.spec[:1], *(own[0].spec if is_named else ()))
+            return jax.sharding.NamedSharding(place.mesh, spec, memory_kind=place.memory_kind)
+    return None
 
 
 def _places_of_parts(array: Any, n: int) -> list[Any]:

@@ -51,9 +51,11 @@ class Apart:
         if TOGETHER not in vars(node):
             return False
         if id(node) not in self._known and id(node) not in self._closed:
+            whole = vars(node)[TOGETHER]
             with _looking(None):
-                held = [e.value.pending for e in _graph.entries(vars(node)[TOGETHER]) if _graph.is_placeholder(e.value)]
-            if any(not pending.stacking.sizes for pending in held):
+                shared = {id(e.value) for e in _graph.entries([_graph.at(whole, path) for path in node.shared])}
+                held = [e.value for e in _graph.entries(whole) if id(e.value) not in shared]
+            if any(_graph.is_placeholder(v) and not v.pending.stacking.sizes for v in held):
                 self._closed[id(node)] = node
         return id(node) not in self._closed
 

@@ -69,6 +69,7 @@ class BlockCall:
         if self._remat:
             step = jax.checkpoint(step, prevent_cse=not scanning)
         if scanning:
+            slices = jax.tree.map(stacked_values.on_all_devices, slices)
             (x, carried), found = jax.lax.scan(lambda c, s: step(*c, s), (x, carried), slices, length=self._n)
         else:
             rows = list(zip(*[stacked_values.rows(s, self._n) for s in slices], strict=True)) or [()] * self._n
@@ -86,11 +87,19 @@ class BlockCall:
         stacked = {id(o) for o in self._stacked if not has_no_layers(o)}
         problems = []
         for entry in _graph.entries(self._whole):
+            where = f"{entry.name} in the blocks of a Stack"
+            if id(entry.value) in stacked and _graph.is_placeholder(entry.value):
+                if entry.value.pending.stacking.sizes[:1] != (self._n,):
+                    got = "a lazy layer for all blocks at once: set on the stack, or made by initialize_parameters"
+                    needed = "one that each block makes for itself, with keys of its own"
+                    write = "self.layer = lm.LazyLinear(4, rngs=rngs)  # in the constructor of the block"
+                    problems.append(Problem(where, got, needed, write))
+                continue
             shapes = [jnp.shape(a) for a in jax.tree.leaves(raw_of(entry.value))] if id(entry.value) in stacked else []
             if any(shape[:1] != (self._n,) for shape in shapes):
                 got, needed = f"a value of shape {shapes[0]}", f"an axis of the {self._n} layers in front"
                 write = "stack.each(lambda block: ...), which sets it in each block"
-                problems.append(Problem(f"{entry.name} in the blocks of a Stack", got, needed, write))
+                problems.append(Problem(where, got, needed, write))
         if problems:
             raise LazyError(*problems)
 
@@ -218,7 +227,10 @@ class BlockCall:
 
 
 def _where_it_was(before: Any, value: Any) -> Any:
-    """Bring what layers that were called one after the other have made to where the stack has it on a mesh."""
+    """Bring what the layers have made to where the stack has it on a mesh."""
+    typed = stacked_values.split_layers(before) if _compat.is_tracer(before) else None
+    if typed is not None and jnp.shape(value) == jnp.shape(before):
+        return jax.sharding.reshard(value, typed)
     place = stacked_values.place_of(before)
     is_here = isinstance(place, jax.sharding.NamedSharding) and stacked_values.place_of(value) is not None
     return shards.put(value, place) if is_here and value.shape == before.shape else value
@@ -256,5 +268,3 @@ def _show(tree: Any) -> str:
 def _not_carried(name: str, got: str) -> LazyError:
     needed = "the same change in each block, to Variables that it had before"
     return LazyError(Problem(f"{name} in a block of a Stack", got, needed, "an nnx.List of blocks"))
-
-

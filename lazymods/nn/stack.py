@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, SupportsIndex
@@ -13,7 +12,7 @@ from lazymods import _compat, _graph
 from lazymods._errors import Problem
 from lazymods._graph import LOCAL, TOGETHER
 from lazymods._layer import blocks as _blocks
-from lazymods._layer import first_call, lifecycle
+from lazymods._layer import first_call, lifecycle, ties
 from lazymods._refusals import ArgumentError
 from lazymods._snapshot import Snapshot
 from lazymods.nn._scan import BlockCall
@@ -66,7 +65,7 @@ class Stack(nnx.Module):
             write = "lm.Stack(make_block, 12, rngs=rngs)"
             raise ArgumentError(Problem("n=", repr(n), "a number of blocks, at least one", write))
         self.remat: bool = bool(remat)
-        before = _nnx_objects()
+        before = ties.Before()
         made = [make_block(rngs) for _ in range(self.n)]
         wrong = [b for b in made if not (isinstance(b, nnx.Module) and callable(b))]
         if wrong:
@@ -74,8 +73,7 @@ class Stack(nnx.Module):
             got = f"a function that returns a {type(wrong[0]).__name__}"
             raise ArgumentError(Problem("make_block=", got, needed, "make_block=lambda rngs: Block(rngs=rngs)"))
         kept = [rngs] if isinstance(rngs, nnx.Pytree) else []
-        outside = before if not any(block is old for block in made for old in before) else []
-        whole, shared = _blocks.join(made, kept, outside=outside)
+        whole, shared = _blocks.join(made, kept, outside=before.held_by(made))
         self.shared: tuple[tuple[Any, ...], ...] = shared
         self.blocks_as_one: Any = whole
 
@@ -166,31 +164,21 @@ class Stack(nnx.Module):
             >>> stack = lm.Stack(lambda rngs: nnx.Linear(8, 8, rngs=rngs), 3, rngs=nnx.Rngs(0))
             >>> stack.each(lambda block: block.set_attributes(use_bias=False))
         """
+        before = ties.Before()
         blocks = self._blocks()
         for block in blocks:
             function(block)
-        self._take(blocks)
+        self._take(blocks, before.held_by(blocks))
 
     def _blocks(self) -> list[Any]:
         return _blocks.parts_of(self.blocks_as_one, self.n, self.shared)
 
-    def _take(self, blocks: list[Any]) -> None:
+    def _take(self, blocks: list[Any], outside: dict[int, str] | None = None) -> None:
         with _compat.at_trace(_compat.home_trace(self)):
             kept = [_graph.at(self.blocks_as_one, path) for path in self.shared]
-            whole, shared = _blocks.join(blocks, kept, _blocks.places_of(self.blocks_as_one))
-        _blocks.become(self.blocks_as_one, whole, first_call.load_is_carried)
+            whole, shared = _blocks.join(blocks, kept, _blocks.places_of(self.blocks_as_one), outside=outside)
+        _blocks.become(self.blocks_as_one, whole, first_call.load_is_carried, shared)
         self.shared = shared
 
 
 assert TOGETHER == "blocks_as_one"  # the attribute that names of entries leave out
-
-
-def _nnx_objects() -> list[Any]:
-    """Return every Variable and nnx object that is there: what a block holds of them is tied to something outside."""
-    classes: set[type] = set()
-    pending: list[type] = [nnx.Variable, nnx.Pytree]
-    while pending:
-        cls = pending.pop()
-        classes.add(cls)
-        pending += [other for other in cls.__subclasses__() if other not in classes]
-    return [value for value in gc.get_objects() if type(value) in classes]

@@ -280,7 +280,7 @@ def transformed(stored: Mapping[str, Any], rename: Rename | None, first: Sequenc
     Args:
         stored: The entries by the file's names.
         rename: A mapping, a list of pairs ``(pattern, replacement)`` and array rules, a rule, a function, or None.
-        first: Rules that come before it.
+        first: Rules that come before it; they need not fit anything.
 
     Raises:
         ArgumentError: If it is none of these, or a function that returns neither a name nor None.
@@ -289,6 +289,7 @@ def transformed(stored: Mapping[str, Any], rename: Rename | None, first: Sequenc
     flow = Flow(entries, {entry.name: entry for entry in entries})
     for rule in first:
         flow.apply(rule)
+    flow.unused.clear()
     if rename is None:
         return flow
     flow.rename_given = True

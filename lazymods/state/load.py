@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -295,9 +296,7 @@ def _heading(model: Any, origin: Origin) -> str:
 def _write(plan: LoadPlan, origin: Origin) -> None:
     sized = {id(layer) for layer, _ in plan.sized}
     waiting = [
-        (p, n, held.stackings(n))
-        for p, n in plan.lazy
-        if id(n) not in sized and _graph.has_uninitialized_params(n)
+        (p, n, held.stackings(n)) for p, n in plan.lazy if id(n) not in sized and _graph.has_uninitialized_params(n)
     ]
     keys = {id(n): structure.built_with(n) for _, n, _ in waiting}  # the placeholders have them until they are filled
     written = {id(write.place.owner) for write in plan.writes.values()}
@@ -389,10 +388,17 @@ def _goals(plan: LoadPlan) -> dict[str, Any]:
     goals: dict[str, Any] = {}
     for name, write in plan.writes.items():
         if write.dtype is not None and not isinstance(write.current, np.ndarray):
-            current = write.current
+            current = _outside(write) if isinstance(write.current, Tracer) else write.current
             placed = isinstance(current, jax.Array) and not isinstance(current, Tracer) and current.committed
             goals[name] = current.sharding if placed or isinstance(current, jax.ShapeDtypeStruct) else None
     return goals
+
+
+def _outside(write: Write) -> Any:
+    """Return the value that a Variable has outside of the transforms that have it as an argument."""
+    owner = write.place.owner
+    found = _compat.incarnations(owner) if isinstance(owner, nnx.Variable) and not write.place.leaf else []
+    return next((raw for v in found if not isinstance(raw := v.get_raw_value(), Tracer)), write.current)
 
 
 def _placed(plan: LoadPlan, origin: Origin) -> dict[str, Any]:
@@ -443,6 +449,8 @@ def _new_value(write: Write, array: jax.Array | None, goal: Any, origin: Origin)
 
 
 def _at_goal(array: jax.Array, goal: Any) -> jax.Array:
+    if isinstance(array, Tracer):  # made of arrays of JAX in a transform
+        return jax.lax.with_sharding_constraint(array, goal) if goes_to_several(goal) else array
     if goal is None or array.sharding == goal:
         return array
     return put_on_mesh(array, goal) if isinstance(goal, NamedSharding) else jax.device_put(array, goal)
@@ -460,7 +468,7 @@ def _is_weak_place(write: Write) -> bool:
 def _put(model: Any, write: Write, value: Any) -> None:
     place = write.place
     if not place.lazy:
-        place.write(value)
+        place.write(placement.told_to_xla(place.owner, value) if isinstance(place.owner, nnx.Variable) else value)
     elif not isinstance(place.owner, UninitializedArray):
         place.owner.become(value)
     elif kind_of(place.holder) in (NODE, MAPPING) or isinstance(place.holder, list):

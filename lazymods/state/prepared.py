@@ -10,7 +10,7 @@ from typing import Any
 from lazymods._errors import StateDictError
 from lazymods._graph import dotted
 from lazymods.state import names
-from lazymods.state.entries import Survey
+from lazymods.state.entries import Survey, is_training_state
 from lazymods.state.files.stored import Checkpoint
 from lazymods.state.flow import Entry, Flow, Rename, transformed
 
@@ -60,6 +60,10 @@ def prepare(
         from lazymods.state.adapters import adapter_rules
 
         first, notes = adapter_rules(file, stored, survey.nodes)
+    elif not file.in_memory and is_training_state(survey.model):
+        from lazymods.state.stacked_states import rules_for
+
+        first = rules_for(survey)
     flow = transformed(stored, rename, first)
     given = flow.by_name()
     _refuse(survey, file, flow.problems)

@@ -368,3 +368,22 @@ def test_a_folder_that_is_replaced_while_it_is_read(
     with pytest.raises(lm.CheckpointError, match="another save has replaced it while it was read"):
         lm.load(model, tmp_path / "checkpoint", mesh=mesh_of(data=4, model=2), rules=RULES)
     assert all(array is before[name] for name, array in arrays(model).items())
+
+
+@pytest.mark.parametrize("how", ["file", "mesh", "entries"])
+def test_a_load_inside_of_a_transform_leaves_values_where_they_are(folder: Path, how: str) -> None:
+    mesh, model, want = mesh_of(data=4, model=2), Net(1), Net(SOURCE, lazy=False)
+    lm.load(model, folder / "model.npz", mesh=mesh, rules=RULES)
+    nnx.update(model, jax.tree.map(jnp.zeros_like, nnx.state(model)))
+
+    @nnx.jit
+    def load(model: Net) -> None:
+        if how == "entries":
+            lm.load_state_dict(model, lm.state_dict(want))
+        elif how == "file":
+            lm.load(model, folder / "model.npz")
+        else:
+            lm.load(model, folder / "model.npz", mesh=mesh, rules=RULES)
+
+    load(model)
+    assert_same_on_mesh(model, want, mesh, by_pairs(RULES))

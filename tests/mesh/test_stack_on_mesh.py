@@ -158,3 +158,70 @@ def test_called_outside_of_jit(kind: str, how: str) -> None:
     if how == "call":
         now = jax.tree.leaves(nnx.state(got, nnx.BatchStat))
         assert all(v.sharding.is_equivalent_to(place, v.ndim) for v, place in zip(now, places, strict=True))
+
+
+@pytest.mark.parametrize("kind", SPECS)
+def test_parameters_that_are_added_lie_with_their_layer(kind: str) -> None:
+    def add(block: Any) -> None:
+        block.double = nnx.Param(block.fc.kernel[...] * 2)
+        block.ones = nnx.Param(jnp.ones(3))
+
+    got, want = spread(kind), lm.Stack(Counting, 4, rngs=nnx.Rngs(0))
+    lm.materialize(want, X)
+    for stack in (got, want):
+        stack.each(add)
+    kernel, double = got.blocks_as_one.fc.kernel, got.blocks_as_one.double
+    assert double.get_value().sharding.is_equivalent_to(kernel.get_value().sharding, 3)
+    for name, value in entries_of(want).items():
+        np.testing.assert_allclose(entries_of(got)[name], value, rtol=1e-6)
+
+
+def test_values_on_devices_of_no_layer_are_refused() -> None:
+    stack, devices = spread("model"), iter(jax.devices())
+    with pytest.raises(lm.LazyError) as caught:
+        stack.each(lambda block: setattr(block, "extra", nnx.Param(jax.device_put(jnp.ones(3), next(devices)))))
+    assert str(caught.value).splitlines()[1:] == [
+        "extra",
+        "  got:    arrays that lie on other devices in each",
+        "  needed: arrays on the devices of their layer, or all on the same",
+        "  write:  jax.device_put(value, sharding)  # in each block",
+    ]
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, nnx.jit, lm.jit], ids=["plain", "nnx.jit", "lm.jit"])
+def test_explicit_axes(compile: Any) -> None:
+    """A scan takes layers that are whole along their axis on each device: those are brought together and back."""
+    mesh = jax.make_mesh((2, 4), ("layers", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    stacks = [nnx.Dict(blocks=lm.Stack(Counting, 4, rngs=nnx.Rngs(0))) for _ in range(2)]
+    got, want = (s["blocks"] for s in stacks)
+    lm.materialize(got, X, mesh=mesh, rules=[(".", P("layers"))])
+    lm.materialize(want, X)
+    x = jax.random.normal(jax.random.key(0), X.shape)
+    for _ in range(2):
+        np.testing.assert_allclose(compile(lambda m, x: m(x))(got, x), want(x), rtol=1e-4, atol=1e-5)
+    gradient = compile(nnx.grad(lambda m, x: (m(x) ** 2).sum()))
+    with jax.set_mesh(mesh):
+        found = gradient(got, x)
+    pure = [jax.tree.map(np.asarray, nnx.to_pure_dict(g)) for g in (found, gradient(want, x))]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), *pure)
+    for name, value in entries_of(want).items():
+        np.testing.assert_allclose(entries_of(got)[name], value, rtol=1e-4, atol=1e-5)
+    assert_placed(got.blocks_as_one.statistics.mean.get_value(), mesh, P("layers"))
+
+
+def test_a_second_mesh_of_partitioned_kernels() -> None:
+    class Partitioned(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+            self.fc = lm.LazyLinear(8, kernel_init=init, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.fc(x)
+
+    stack, rngs = lm.Stack(Partitioned, 4, rngs=nnx.Rngs(0)), nnx.Rngs(0)
+    want = [nnx.Linear(8, 8, rngs=rngs) for _ in range(4)]
+    for mesh in (mesh_of(layers=2, model=4), mesh_of(other=4, model=2)):
+        lm.materialize(stack, X, mesh=mesh)
+        assert_placed(stack.blocks_as_one.fc.kernel.get_value(), mesh, P(None, None, "model"))
+        for block, layer in zip(stack, want, strict=True):
+            np.testing.assert_array_equal(block.fc.kernel[...], layer.kernel[...])

@@ -1,0 +1,171 @@
+"""What blocks of a lm.Stack share with the rest of a model: it stays one object, or is refused."""
+
+from __future__ import annotations
+
+import gc
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from stacks import WIDTH, through
+
+import lazymods as lm
+
+Y = jax.random.normal(jax.random.key(5), (4, WIDTH))
+
+
+class Coded(nnx.Module):
+    """A block that ends with a table."""
+
+    def __init__(self, rngs: nnx.Rngs, embed: nnx.Embed | None = None) -> None:
+        self.embed = nnx.Embed(WIDTH, WIDTH, rngs=rngs) if embed is None else embed
+        self.fc = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(self.fc(x) @ self.embed.embedding[...])
+
+
+class Head(nnx.Module):
+    def __init__(self, table: Any) -> None:
+        self.table: Any = table
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.table[...]
+
+
+class Model(nnx.Module):
+    """A list of blocks; each has a table of its own, or all have one. The head has the first one's."""
+
+    first: Any
+    itself: Any
+
+    def __init__(self, n: int, *, one: bool = False, tied: bool = True) -> None:
+        rngs = nnx.Rngs(0)
+        embed = nnx.Embed(WIDTH, WIDTH, rngs=rngs) if one else None
+        self.blocks: Any = nnx.List([Coded(rngs, embed) for _ in range(n)])
+        self.head: Any = Head(self.blocks[0].embed.embedding) if tied else jnp.tanh
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(through(self.blocks, x))
+
+
+def stacked(blocks: Any) -> Any:
+    left = iter(blocks)
+    return lm.Stack(lambda rngs: next(left), len(blocks), rngs=nnx.Rngs(9))
+
+
+def loss(model: Any) -> Any:
+    return (model(Y) ** 2).sum()
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_blocks_of_a_list_keep_a_tie_that_all_have(n: int) -> None:
+    got, want = Model(n, one=True), Model(n, one=True)
+    got.blocks = stacked(got.blocks)
+    assert got.blocks.blocks_as_one.embed.embedding is got.head.table
+    np.testing.assert_allclose(got(Y), want(Y), rtol=1e-5, atol=1e-6)
+    gradients = [nnx.grad(loss)(model) for model in (got, want)]
+    table = gradients[0]["blocks"]["blocks_as_one"]["embed"]["embedding"][...]
+    np.testing.assert_allclose(table, gradients[1]["blocks"][0]["embed"]["embedding"][...], rtol=1e-4, atol=1e-6)
+    got.head.table[...] = want.head.table[...] = jnp.eye(WIDTH)
+    np.testing.assert_allclose(got(Y), want(Y), rtol=1e-5, atol=1e-6)
+    assert len(jax.tree.leaves(nnx.state(got))) == 3
+
+
+def test_ties_of_some_blocks_are_refused() -> None:
+    model = Model(3)
+    kernel = model.blocks[2].fc.kernel
+    with pytest.raises(lm.LazyError) as caught:
+        stacked(model.blocks)
+    needed = "parts that the blocks make, or one that all of them share: the stack has one array for all blocks"
+    assert str(caught.value).splitlines() == [
+        "These blocks are not equal, so they can't be one:",
+        "embed.embedding",
+        "  got:    a Param in block 0 that is tied to something outside: Head.table",
+        f"  needed: {needed}",
+        "  write:  nnx.clone(embedding)  # for each block: a copy, tied to nothing",
+        "fc.kernel",
+        "  got:    a Param in block 2 that is tied to something outside: the variable kernel",
+        f"  needed: {needed}",
+        "  write:  nnx.clone(kernel)  # for each block: a copy, tied to nothing",
+    ]
+    assert isinstance(model.blocks, nnx.List) and model.head.table is model.blocks[0].embed.embedding
+    del kernel
+    copies = stacked([nnx.clone(block) for block in model.blocks])
+    np.testing.assert_allclose(copies(Y), through(model.blocks, Y), rtol=1e-5, atol=1e-6)
+
+
+def test_ties_to_ordinary_objects_are_refused() -> None:
+    model = Model(2, tied=False)
+    trainer = types.SimpleNamespace(tables={"first": [model.blocks[0].embed]})
+    with pytest.raises(lm.LazyError, match=r"the variable trainer.tables\['first'\]\[0\]"):
+        stacked(model.blocks)
+    assert trainer.tables
+
+
+def test_a_block_that_is_more_than_one_of_a_list() -> None:
+    model = Model(2, tied=False)
+    model.first = model.blocks[0]
+    with pytest.raises(lm.LazyError, match=r"a Coded in block 0 that is tied to something outside: Model\.first"):
+        stacked(model.blocks)
+    model.blocks = stacked(model.blocks[:1])
+    assert model.blocks.blocks_as_one is model.first
+    np.testing.assert_array_equal(model.blocks(Y), model.first(Y))
+
+
+def test_what_is_dead_holds_nothing() -> None:
+    def blocks_of_a_model_in_a_circle() -> list[nnx.Module]:
+        model = Model(2)
+        model.itself = nnx.data([model])
+        return list(model.blocks)
+
+    gc.disable()
+    try:
+        stack = stacked(blocks_of_a_model_in_a_circle())
+    finally:
+        gc.enable()
+    assert stack.blocks_as_one.embed.embedding.shape == (2, WIDTH, WIDTH)
+
+
+def test_a_frozen_heap_is_looked_at() -> None:
+    model = Model(2)
+    gc.freeze()
+    try:
+        with pytest.raises(lm.LazyError, match=r"Head\.table"):
+            stacked(model.blocks)
+        parts = iter([nnx.Embed(WIDTH, WIDTH, rngs=nnx.Rngs(0)) for _ in range(2)])
+        gc.freeze()
+        with pytest.raises(lm.LazyError, match="it was there before"):
+            lm.Stack(lambda rngs: Coded(rngs, next(parts)), 2, rngs=nnx.Rngs(0))
+        assert gc.get_freeze_count()
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.parametrize("compile", [nnx.jit, lm.jit])
+def test_a_list_that_was_compiled_becomes_a_stack(compile: Any) -> None:
+    got, want = Model(3, tied=False), Model(3, tied=False)
+    call = compile(lambda model, x: model(x))
+    for _ in range(2):
+        call(got, Y)
+    got.blocks = stacked(got.blocks)
+    for _ in range(2):
+        np.testing.assert_allclose(call(got, Y), want(Y), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_each_block_is_given_later(n: int) -> None:
+    kept = [nnx.Param(jnp.eye(WIDTH) * (i + 2)) for i in range(3)]
+    stack = lm.Stack(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs), n, rngs=nnx.Rngs(0))
+    if n > 1:
+        left = iter(kept)
+        with pytest.raises(lm.LazyError, match="a Param in each block that is tied to something outside"):
+            stack.each(lambda block: setattr(block, "kernel", next(left)))
+    stack.each(lambda block: setattr(block, "kernel", kept[0]))
+    assert stack.blocks_as_one.kernel is kept[0]
+    kept[0][...] = jnp.eye(WIDTH) * 3
+    np.testing.assert_allclose(stack(Y), Y * 3.0**n, rtol=1e-6)
