@@ -109,25 +109,28 @@ class Kinds(nnx.Module):
 
 
 class Edges(nnx.Module):
-    """A layer for a further input, if there is one, and one for each of a pair, as layers of graphs have them."""
+    """A layer for a further input, if there is one, as layers of graphs have them."""
 
-    def __init__(self, n: int | tuple[int, int], k: int | None = None, *, rngs: nnx.Rngs) -> None:
-        sizes = (n, n) if isinstance(n, int) else n
-        self.source = nnx.Linear(sizes[0], 3, rngs=rngs)
-        self.target = None if isinstance(n, int) else nnx.Linear(sizes[1], 3, rngs=rngs)
+    def __init__(self, n: int, k: int | None = None, *, rngs: nnx.Rngs) -> None:
+        self.source = nnx.Linear(n, 3, rngs=rngs)
         self.edge = None if k is None else nnx.Linear(k, 3, rngs=rngs)
 
     def __call__(self, x: Any, edge: Any = None) -> jax.Array:
-        source, target = x if isinstance(x, tuple) else (x, x)
-        y = self.source(source) + (self.source if self.target is None else self.target)(target)
-        return y if edge is None else y + self.edge(edge)
+        y = self.source(x)
+        return y if self.edge is None else y + self.edge(edge)
 
 
-class PairOfEdges(Edges):
-    """The same, called with the pair as two arguments."""
+class PairOfEdges(nnx.Module):
+    """The same for each of a pair, or for both of it."""
+
+    def __init__(self, n: int | tuple[int, int], k: int | None = None, *, rngs: nnx.Rngs) -> None:
+        self.source = nnx.Linear(n if isinstance(n, int) else n[0], 3, rngs=rngs)
+        self.target = None if isinstance(n, int) else nnx.Linear(n[1], 3, rngs=rngs)
+        self.edge = None if k is None else nnx.Linear(k, 3, rngs=rngs)
 
     def __call__(self, x: Any, y: Any, edge: Any = None) -> jax.Array:
-        return super().__call__((x, y), edge)
+        y = self.source(x) + (self.source if self.target is None else self.target)(y)
+        return y if self.edge is None else y + self.edge(edge)
 
 
 class EdgesByDefault(Edges):
@@ -135,6 +138,22 @@ class EdgesByDefault(Edges):
 
     def __init__(self, n: int, k: int | None = 2, *, rngs: nnx.Rngs) -> None:
         super().__init__(n, k, rngs=rngs)
+
+
+class Looping(nnx.Module):
+    """Draws in a loop of NNX, from the rngs or, as a refusal says, from a clone."""
+
+    def __init__(self, n: int, *, rngs: nnx.Rngs, clones: bool = True) -> None:
+        def body(carry: Any) -> Any:
+            rngs, i, total = carry
+            return rngs, i + 1, total + jax.random.normal(rngs.params(), (n,))
+
+        source = nnx.clone(rngs) if clones else rngs
+        self.w = nnx.Param(nnx.while_loop(lambda c: c[1] < 3, body, (source, 0, jnp.zeros(n)))[2])
+        self.fc = nnx.Linear(n, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc(x * self.w[None])
 
 
 def n_and_edge(config: Any, x: Any, edge: Any = None) -> dict[str, Any]:
@@ -173,6 +192,7 @@ CASES: dict[str, tuple[Any, Callable[..., Any], dict[str, int], tuple[int, ...]]
     "optional": (Edges, n_and_edge, {}, (4, 5)),
     "optional by default": (EdgesByDefault, n_and_edge, {}, (4, 5)),
     "optional by default, none": (EdgesByDefault, n_and_edge, {}, (4,)),
+    "loop of NNX": (Looping, n, {}, (4,)),
     "pair": (PairOfEdges, pair_and_edge, {}, (4, 5)),
     "pair and optional": (PairOfEdges, pair_and_edge, {}, (4, 5, 6)),
 }
@@ -247,6 +267,11 @@ def test_a_load_that_is_refused_leaves_the_layer_as_it_was(name: str) -> None:
     assert lm.uninitialized_paths(model) == before
     model(*inputs)
     assert_same(model, explicit(name))
+
+
+def test_a_loop_that_draws_from_the_rngs_is_refused() -> None:
+    with pytest.raises(lm.ConfigurationError, match=r"write:  rngs = nnx\.clone\(rngs\)"):
+        lm.lazy(Looping, infer=n)(rngs=nnx.Rngs(0), clones=False)
 
 
 @pytest.mark.parametrize("name", OF_PAIRS)
