@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from lazymods._compat.transforms import fixed_structure as fixed_structure
     from lazymods._compat.transforms import incarnations as incarnations
     from lazymods._compat.transforms import mapping_axes as mapping_axes
+    from lazymods._compat.transforms import outermost as outermost
     from lazymods._compat.transforms import transforms_running as transforms_running
     from lazymods._compat.transforms import will_update as will_update
     from lazymods._compat.variables import NOT_GIVEN as NOT_GIVEN
@@ -95,7 +96,7 @@ _FUNCTIONS = {
     "placing": "device_put put",
     "traces": "are_concrete asked_for_gradient counted dtype_of eval_trace home_trace is_tracer plain_device "
     "threefry_dtype weak",
-    "transforms": "carrying_transforms fixed_structure incarnations mapping_axes transforms_running "
+    "transforms": "carrying_transforms fixed_structure incarnations mapping_axes outermost transforms_running "
     "will_update",
     "variables": "NOT_GIVEN SET_RAW default_metadata new_variable raw_metadata raw_values value_of write_variable",
 }

@@ -30,6 +30,11 @@ def incarnations(node: Any) -> list[Any]:
     return [node]
 
 
+def outermost(node: Any) -> Any:
+    """Return ``node``: others can't be found."""
+    return node
+
+
 def fixed_structure(node: Any) -> str | None:
     """Name no transform: :func:`carrying_transforms` has refused it."""
     return None

@@ -24,13 +24,37 @@ require(iteration.PmapFn, "in_axes")
 def carrying_transforms(node: Any) -> list[Any]:
     """Return the tags of the nnx transforms that will carry changes of ``node`` to the object outside.
 
-    Reads ``graphlib.GRAPH_CONTEXT.update_context_stacks`` and each context's ``inner_ref_outer_index``.
+    Of transforms inside each other, the tags of all of them that have it as an argument.
     """
-    tags = []
-    for tag, stack in graphlib.GRAPH_CONTEXT.update_context_stacks.items():
-        if any(c.inner_ref_outer_index is not None and node in c.inner_ref_outer_index for c in stack):
-            tags.append(tag)
-    return tags
+    return [tag for tag, _ in _carrying(node)]
+
+
+def outermost(node: Any) -> Any:
+    """Return what ``node`` is outside of all nnx transforms that will carry changes of it: itself, if none will."""
+    return _outward(node)[0][-1]
+
+
+def _carrying(node: Any) -> list[tuple[Any, Any]]:
+    """Return tag and context of the nnx transforms that hold ``node`` or what it is further out."""
+    return _outward(node)[1]
+
+
+def _outward(node: Any) -> tuple[list[Any], list[tuple[Any, Any]]]:
+    """Return ``node``, then what it is further and further out; and tag and context of the transforms between.
+
+    Reads ``graphlib.GRAPH_CONTEXT.update_context_stacks``, and of each context ``inner_ref_outer_index`` and
+    ``outer_ref_outer_index``.
+    """
+    nodes, found = [node], []
+    for one in nodes:  # also those that are found on the way
+        for tag, stack in graphlib.GRAPH_CONTEXT.update_context_stacks.items():
+            for context in stack:
+                inner, outer = context.inner_ref_outer_index, context.outer_ref_outer_index
+                number = None if inner is None else inner.get(one)
+                if number is not None:
+                    found.append((tag, context))
+                    nodes += [o for o, n in (outer or {}).items() if n == number and not any(o is x for x in nodes)]
+    return nodes, found
 
 
 def incarnations(node: Any) -> list[Any]:
@@ -60,11 +84,10 @@ def fixed_structure(node: Any) -> str | None:
 
     Those are nnx.custom_vjp (context tags ``custom_vjp_...``) and nnx.cached_partial (contexts with a static cache).
     """
-    for tag, stack in graphlib.GRAPH_CONTEXT.update_context_stacks.items():
-        holding = [c for c in stack if c.inner_ref_outer_index is not None and node in c.inner_ref_outer_index]
-        if holding and isinstance(tag, str) and tag.startswith("custom_vjp_"):
+    for tag, context in _carrying(node):
+        if isinstance(tag, str) and tag.startswith("custom_vjp_"):
             return "nnx.custom_vjp"
-        if any(c.static_cache for c in holding):
+        if context.static_cache:
             return "nnx.cached_partial"
     return None
 
@@ -86,6 +109,7 @@ def mapping_axes(node: Any) -> list[Any]:
     Looks for the frames of ``iteration.VmapFn.__call__`` and ``PmapFn.__call__``; reads ``self.in_axes``, ``args``.
     """
     codes = {iteration.VmapFn.__call__.__code__, iteration.PmapFn.__call__.__code__}
+    same = incarnations(node)
     found = []
     frame = sys._getframe(1)
     while frame is not None:
@@ -93,7 +117,7 @@ def mapping_axes(node: Any) -> list[Any]:
             axes, args = frame.f_locals["self"].in_axes, frame.f_locals["args"]
             each = axes if isinstance(axes, (tuple, list)) else (axes,) * len(args)
             for axis, arg in zip(each, args, strict=True):
-                if any(n is node for _, n in nnx.iter_graph(arg)):
+                if any(n is one for _, n in nnx.iter_graph(arg) for one in same):
                     found += list(axis.axes) if isinstance(axis, nnx.StateAxes) else jax.tree.leaves(axis)
         frame = frame.f_back
     return [axis for axis in found if axis is not None]

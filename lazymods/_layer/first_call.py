@@ -252,19 +252,21 @@ def is_carried(layer: Any) -> bool:
     """
     if LOCAL.stage is not None and LOCAL.stage.owns(layer):
         return False  # it is initialized where its original is
-    birth = _compat.birth_trace(layer)
     tags = _compat.carrying_transforms(layer)
+    outside = _compat.outermost(layer) if tags else layer
+    birth = _compat.birth_trace(outside)
     if not tags and (birth is None or birth is _compat.eval_trace()):
         return False
     if not empty_slots(layer):  # filled by hand or by nnx.merge with values: nothing will be made
         return bool(tags)
     if tags:
         _check_transforms(layer, tags, "its first call", _WRITE)
+    if tags and LOCAL.stage is not None and LOCAL.stage.owns(outside):
         return True
-    if birth is None or vars(layer)[STATE].built_in(birth):
-        return False
+    if birth is None or birth is _compat.eval_trace() or vars(outside)[STATE].built_in(birth):
+        return bool(tags)
     return _refuse(
-        layer,
+        outside,
         f"its first call on a copy of it that was made inside {_compat.transform_of(birth)}",
         "parameters that outlive the call: those made here would be lost",
         write=f"{_WRITE}; {_SHAPES}",

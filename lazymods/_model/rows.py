@@ -83,6 +83,7 @@ def _layers(parts: list[tuple[Path, Any, Any]], visited: Mapping[int, Any]) -> I
     for top, model, known in parts:
         for path, node in _all_nodes(model, known, visited):
             at = _graph.at(known, path)
+            at = at if _graph.kind_of(at) is _graph.NODE else _graph.MISSING
             if at is _graph.MISSING and any(id(_graph.at(model, path[:i])) in visited for i in range(len(path))):
                 continue  # the layer that holds it has none at these sizes
             if at is not _graph.MISSING and id(at) in met:
@@ -96,7 +97,7 @@ def _all_nodes(model: Any, known: Any, visited: Mapping[int, Any]) -> list[tuple
     found = list(_ordered_nodes(model))
     for path in [p for p, n in found if id(n) in visited]:
         inside = [((*path, *p), n) for p, n in _ordered_nodes(_graph.at(known, path))]
-        new = [(p, n) for p, n in inside if _graph.at(model, p) is _graph.MISSING]
+        new = [(p, n) for p, n in inside if _graph.kind_of(_graph.at(model, p)) is not _graph.NODE]
         last = max(i for i, (p, _) in enumerate(found) if p[: len(path)] == path) if new else 0
         found[last + 1 : last + 1] = new
     return found

@@ -108,6 +108,62 @@ class Kinds(nnx.Module):
         return self.norm(self.fc(x) + self.short(x))
 
 
+class Edges(nnx.Module):
+    """A layer for a further input, if there is one, as layers of graphs have them."""
+
+    def __init__(self, n: int, k: int | None = None, *, rngs: nnx.Rngs) -> None:
+        self.source = nnx.Linear(n, 3, rngs=rngs)
+        self.edge = None if k is None else nnx.Linear(k, 3, rngs=rngs)
+
+    def __call__(self, x: Any, edge: Any = None) -> jax.Array:
+        y = self.source(x)
+        return y if self.edge is None else y + self.edge(edge)
+
+
+class PairOfEdges(nnx.Module):
+    """The same for each of a pair, or for both of it."""
+
+    def __init__(self, n: int | tuple[int, int], k: int | None = None, *, rngs: nnx.Rngs) -> None:
+        self.source = nnx.Linear(n if isinstance(n, int) else n[0], 3, rngs=rngs)
+        self.target = None if isinstance(n, int) else nnx.Linear(n[1], 3, rngs=rngs)
+        self.edge = None if k is None else nnx.Linear(k, 3, rngs=rngs)
+
+    def __call__(self, x: Any, y: Any, edge: Any = None) -> jax.Array:
+        y = self.source(x) + (self.source if self.target is None else self.target)(y)
+        return y if self.edge is None else y + self.edge(edge)
+
+
+class EdgesByDefault(Edges):
+    """The same, with the layer for the further input unless ``infer`` says that there is none."""
+
+    def __init__(self, n: int, k: int | None = 2, *, rngs: nnx.Rngs) -> None:
+        super().__init__(n, k, rngs=rngs)
+
+
+class Looping(nnx.Module):
+    """Draws in a loop of NNX, from the rngs or, as a refusal says, from a clone."""
+
+    def __init__(self, n: int, *, rngs: nnx.Rngs, clones: bool = True) -> None:
+        def body(carry: Any) -> Any:
+            rngs, i, total = carry
+            return rngs, i + 1, total + jax.random.normal(rngs.params(), (n,))
+
+        source = nnx.clone(rngs) if clones else rngs
+        self.w = nnx.Param(nnx.while_loop(lambda c: c[1] < 3, body, (source, 0, jnp.zeros(n)))[2])
+        self.fc = nnx.Linear(n, 2, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc(x * self.w[None])
+
+
+def n_and_edge(config: Any, x: Any, edge: Any = None) -> dict[str, Any]:
+    return {"n": x.shape[-1], "k": None if edge is None else edge.shape[-1]}
+
+
+def pair_and_edge(config: Any, x: Any, y: Any, edge: Any = None) -> dict[str, Any]:
+    return {"n": (x.shape[-1], y.shape[-1]), "k": None if edge is None else edge.shape[-1]}
+
+
 def n(config: Any, x: Any) -> dict[str, int]:
     return {"n": x.shape[-1]}
 
@@ -132,6 +188,13 @@ CASES: dict[str, tuple[Any, Callable[..., Any], dict[str, int], tuple[int, ...]]
     "another kind": (Kinds, n, {"m": 4}, (4,)),
     "default": (Default, n, {}, (3,)),
     "not the default": (Default, n, {}, (5,)),
+    "optional, none": (Edges, n_and_edge, {}, (4,)),
+    "optional": (Edges, n_and_edge, {}, (4, 5)),
+    "optional by default": (EdgesByDefault, n_and_edge, {}, (4, 5)),
+    "optional by default, none": (EdgesByDefault, n_and_edge, {}, (4,)),
+    "loop of NNX": (Looping, n, {}, (4,)),
+    "pair": (PairOfEdges, pair_and_edge, {}, (4, 5)),
+    "pair and optional": (PairOfEdges, pair_and_edge, {}, (4, 5, 6)),
 }
 
 
@@ -158,7 +221,10 @@ def explicit(name: str) -> Any:
 
 WAYS = ["call", "spec", "lm.jit", "load", "file"]
 # a load of a file warns of a tie that the model has only at the sizes which it then finds
+# and a load takes a size for an int if the constructor takes one
+OF_PAIRS = ["pair", "pair and optional"]
 SIZED = [(name, way) for name in CASES for way in WAYS if (name, way) != ("tied", "file")]
+SIZED = [(name, way) for name, way in SIZED if name not in OF_PAIRS or way not in ("load", "file")]
 
 
 @pytest.mark.parametrize(("name", "way"), SIZED)
@@ -201,6 +267,24 @@ def test_a_load_that_is_refused_leaves_the_layer_as_it_was(name: str) -> None:
     assert lm.uninitialized_paths(model) == before
     model(*inputs)
     assert_same(model, explicit(name))
+
+
+def test_a_loop_that_draws_from_the_rngs_is_refused() -> None:
+    with pytest.raises(lm.ConfigurationError, match=r"write:  rngs = nnx\.clone\(rngs\)"):
+        lm.lazy(Looping, infer=n)(rngs=nnx.Rngs(0), clones=False)
+
+
+@pytest.mark.parametrize("name", OF_PAIRS)
+def test_a_load_of_pairs_where_the_constructor_also_takes_an_int_is_refused_before_a_spec(name: str) -> None:
+    model, want, inputs = both(name)
+    with pytest.raises(lm.StateDictError, match=r"target\.kernel"):
+        lm.load_state_dict(model, lm.state_dict(want))
+    assert lm.is_lazy(model)
+    lm.materialize(model, *inputs)
+    loaded = {k: np.asarray(v) + 1 for k, v in lm.state_dict(want).items()}
+    lm.load_state_dict(model, loaded)
+    for key, value in lm.state_dict(model).items():
+        np.testing.assert_array_equal(value, loaded[key])
 
 
 GIVEN: dict[str, Callable[[Any], Any]] = {

@@ -242,6 +242,10 @@ def custom_vjp_of_the_model(m: Any, x: jax.Array) -> Any:
     return f(m, x)
 
 
+def in_remat(m: Any, x: jax.Array) -> Any:
+    return nnx.remat(lambda m, x: m(x))(m, x)
+
+
 LOST: dict[str, Callable[[Any, jax.Array], Any]] = {
     "jax.jit": lambda m, x: jax.jit(lambda m, x: m(x))(m, x),
     "split-merge": split_and_merge,
@@ -256,6 +260,18 @@ LOST: dict[str, Callable[[Any, jax.Array], Any]] = {
     "nnx.jit-nnx.grad": grad_inside_jit,
     "nnx.custom_vjp": custom_vjp_of_the_model,
     "nnx.cached_partial": lambda m, x: nnx.cached_partial(nnx.jit(lambda m, x: m(x)), m)(x),
+    # blocks inside: the transform next to the layer carries its parameters out, those around lose them
+    "nnx.grad-nnx.remat": lambda m, x: nnx.grad(lambda m: in_remat(m, x).sum())(m),
+    "nnx.grad-nnx.jit": lambda m, x: nnx.grad(lambda m: nnx.jit(lambda m, x: m(x))(m, x).sum())(m),
+    "nnx.value_and_grad-nnx.vmap": lambda m, x: nnx.value_and_grad(
+        lambda m: nnx.vmap(lambda m, x: m(x), in_axes=(None, 0))(m, x).sum())(m),
+    "nnx.jit-nnx.grad-nnx.remat": lambda m, x: nnx.jit(nnx.grad(lambda m, x: in_remat(m, x).sum()))(m, x),
+    "nnx.grad-nnx.jit-nnx.remat": lambda m, x: nnx.grad(lambda m: nnx.jit(in_remat)(m, x).sum())(m),
+    "nnx.cached_partial-nnx.remat": lambda m, x: nnx.cached_partial(nnx.jit(in_remat), m)(x),
+    "jax.jit-nnx.remat": lambda m, x: jax.jit(in_remat)(m, x),
+    "jax.grad-nnx.remat": lambda m, x: jax.grad(lambda m: in_remat(m, x).sum())(m),
+    "split-merge-nnx.remat": lambda m, x: jax.jit(
+        lambda s, x: in_remat(nnx.merge(nnx.graphdef(m), s), x))(nnx.state(m), x),
 }
 
 
