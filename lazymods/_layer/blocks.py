@@ -145,7 +145,7 @@ class _Joining:
         if any(s.turns is not None for s in states):
             got = "a lazy layer whose sizes decide how often it, or one before it, draws from these rngs"
             needed = "random keys that are known when the blocks are built"
-            self.problems.append(Problem(dotted(path), got, needed, "rngs=rngs.fork(), as the rngs of the stack"))
+            self.problems.append(Problem(dotted(path), got, needed, "rngs=rngs.fork()  # as the rngs of the stack"))
         if not all(same_setting(first.spec, s.spec) and first.given == s.given for s in states):
             self._differ(path, "lazy layers of other arguments")
         return LazyState(first.spec, first.given)
@@ -166,7 +166,7 @@ class _Joining:
             self._differ(path, "Variables of other metadata")
         if metadata[0].get("ref") or metadata[0].get("hijax"):
             got, needed = "a mutable array", "Variables of ordinary arrays, which can be stacked"
-            self.problems.append(Problem(dotted(path), got, needed, "ref=False for it"))
+            self.problems.append(Problem(dotted(path), got, needed, "nnx.Param(value, ref=False)  # for it"))
             return first
         raw = self._pending(raws, path) if isinstance(raws[0], PendingInit) else self._tree(raws, path)
         for variable in variables if self._used_up else ():

@@ -23,6 +23,7 @@ from jax.extend.core import Literal
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem, describe
+from lazymods._frames import entry
 from lazymods._graph import dotted
 from lazymods._model import hooks
 from lazymods._model.abstract_call import AbstractCall
@@ -122,6 +123,7 @@ class SavedReport:
         return name, str(len(rows)), f"{self.by_layer[layer]:,}", f"{largest.array} {largest.source}"
 
 
+@entry
 def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedReport:
     """Find what a function keeps between forward and backward, by layer; nothing is computed and nothing changes.
 
@@ -331,4 +333,4 @@ def _source(equation: Any) -> str:
 
 def _nothing(got: str) -> Problem:
     needed = "a function that floats go into and come out of: what it keeps is for its gradient"
-    return Problem(_WHERE, got, needed, f"{_WHERE}(loss, model, x), with a loss that returns a float")
+    return Problem(_WHERE, got, needed, f"{_WHERE}(loss, model, x)  # with a loss that returns a float")

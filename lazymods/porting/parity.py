@@ -13,9 +13,11 @@ from jax.core import Tracer
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem, UninitializedError, located
+from lazymods._frames import entry
 from lazymods._graph import dotted
 from lazymods._layer import lifecycle
 from lazymods._model.hooks import unhooked_class
+from lazymods._refusals import ArgumentError
 from lazymods.porting import reasons
 from lazymods.porting.between import Earlier, of_input, other_function
 from lazymods.porting.comparing import Match, compared
@@ -37,6 +39,7 @@ from lazymods.state.layouts.site import Site
 _ROUNDING = 1e-6  # relative differences that layers of a network have anyway
 
 
+@entry
 def parity(
     model: nnx.Module,
     torch_module: Any,
@@ -74,9 +77,11 @@ def parity(
     """
     torch = sys.modules.get(MODULE)
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"parity compares an nnx.Module, got {type(model).__name__}")
+        line = "lm.parity(model, torch_module, x)"
+        raise ArgumentError(Problem("lm.parity: model", type(model).__name__, "an nnx.Module", line))
     if torch is None or not isinstance(torch_module, torch.nn.Module):
-        raise TypeError(f"parity compares with a torch.nn.Module, got {type(torch_module).__name__}")
+        line, got = "lm.parity(model, torch_module, x)", type(torch_module).__name__
+        raise ArgumentError(Problem("lm.parity: torch_module", got, "a torch.nn.Module", line))
     _check_outside_of_traces(model)
     _check_initialized(model, torch_module)
     with lifecycle.LOCK:
@@ -104,13 +109,14 @@ def _check_outside_of_traces(model: nnx.Module) -> None:
     if traced or _compat.current_trace() is not _compat.eval_trace():
         got = "a call inside a transform, or a block of lazy tensors"
         needed = "values: PyTorch has to run on the same ones"
-        raise LazyError(Problem("lm.parity", got, needed, "lm.parity outside of it"))
+        raise LazyError(Problem("lm.parity", got, needed, "lm.parity(model, torch_module, x)  # outside of it"))
 
 
 def _check_initialized(model: nnx.Module, torch_module: Any) -> None:
-    needed, line = "a value: only an initialized model can be compared", "lm.load(model, ...) before lm.parity"
+    needed = "a value: only an initialized model can be compared"
+    line = "lm.load(model, torch_module, layout='torch')  # before lm.parity"
     problems = [Problem(name, "no value yet", needed, line) for name in _graph.uninitialized_paths(model)]
-    is_lazy, line = sys.modules[MODULE].nn.parameter.is_lazy, "torch_module(x) once, before lm.load and lm.parity"
+    is_lazy, line = sys.modules[MODULE].nn.parameter.is_lazy, "torch_module(x)  # once, before lm.load and lm.parity"
     for name, parameter in torch_module.named_parameters():
         if is_lazy(parameter):
             problems.append(Problem(located(name, "PyTorch"), "no value yet", needed, line))

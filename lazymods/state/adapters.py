@@ -59,7 +59,8 @@ def adapter_rules(file: Checkpoint, names: Iterable[str]) -> tuple[list[ArrayRul
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         got = "a rank or lora_alpha for single modules (rank_pattern, alpha_pattern)"
-        raise refuse(path, got, "one rank and one lora_alpha", write="a rename that leaves those modules out")
+        line = "rename=lambda name: None if 'those modules' in name else name  # leaves them out"
+        raise refuse(path, got, "one rank and one lora_alpha", write=line)
     if type(rank) is not int or rank < 1 or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise refuse(path, f"r={printable(repr(rank))}, lora_alpha={printable(repr(alpha))}", "a rank and a number")
     factor = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

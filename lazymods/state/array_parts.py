@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lazymods._refusals import wrong_argument
 from lazymods.state.array_rules import Found, axis_of, check_whole, compiled, each, problem_of
 from lazymods.state.files.stored import Array, StoredTensor
 from lazymods.state.flow import ArrayRule, Entry, Group, Unfit, derived
@@ -60,11 +61,12 @@ def _joined(arrays: Sequence[Array], axis: int, groups: int) -> Array:
 
 def _check_parts(parts: Sequence[str], ratio: Sequence[int] | None, groups: int) -> None:
     if isinstance(parts, str) or len(parts) < 2:
-        raise ValueError(f"a tuple of two or more names or patterns, got {parts!r}")
+        raise wrong_argument("a rule: parts", parts, "a tuple of two or more names or patterns", '("q", "k", "v")')
     if not isinstance(groups, int) or groups < 1:
-        raise ValueError(f"groups is a positive whole number, got {groups!r}")
+        raise wrong_argument("a rule: groups", groups, "a positive whole number", "groups=8")
     if ratio is not None and (len(ratio) != len(parts) or min(ratio) < 1):
-        raise ValueError(f"ratio is {len(parts)} positive whole numbers, one for each part, got {ratio!r}")
+        needed = f"{len(parts)} positive whole numbers, one for each part"
+        raise wrong_argument("a rule: ratio", ratio, needed, f"ratio={(1,) * len(parts)}")
 
 
 @dataclasses.dataclass(frozen=True)

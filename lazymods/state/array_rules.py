@@ -57,7 +57,8 @@ def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def problem_of(rule: ArrayRule, name: str, got: str) -> Problem:
     """Say what is wrong with the entries that a rule found."""
     needed = f"entries as {rule!r} takes them"
-    return Problem(name, got, needed, f"{type(rule).__name__}(...) with a pattern that fits all of them, and no others")
+    line = f"lm.rules.{type(rule).__name__}(r'...')  # with a pattern that fits all of them, and no others"
+    return Problem(name, got, needed, line)
 
 
 def check_whole(values: Sequence[Any], names: Sequence[Any]) -> None:

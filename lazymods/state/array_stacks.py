@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lazymods._refusals import wrong_argument
 from lazymods.state.array_rules import Found, axis_of, check_whole, compiled, problem_of
 from lazymods.state.files.stored import Array, StoredTensor
 from lazymods.state.flow import ArrayRule, Entry, Group, Slices, StackedTensor, Unfit, derived
@@ -43,7 +44,9 @@ class Stack(ArrayRule):
 
     def __post_init__(self) -> None:
         if not compiled(self.pattern).groups:
-            raise ValueError(f"the pattern of a Stack has a group for the number, such as (\\d+), got {self.pattern!r}")
+            needed = "a pattern with a group for the number"
+            line = r'lm.rules.Stack(r"layers[.](\d+)[.]fc[.]weight", into="layers.fc.kernel")'
+            raise wrong_argument("lm.rules.Stack: pattern", self.pattern, needed, line)
 
     @property
     def takes_slices(self) -> bool:
@@ -124,7 +127,8 @@ class Unstack(ArrayRule):
     def __post_init__(self) -> None:
         compiled(self.pattern)
         if "{i}" not in self.into:
-            raise ValueError(f"into has {{i}} for the number, got {self.into!r}")
+            line = r'lm.rules.Unstack(r"layers[.]fc[.]weight", into="layers.{i}.fc.kernel")'
+            raise wrong_argument("lm.rules.Unstack: into", self.into, "a name with {i} for the number", line)
 
     def find(self, entries: Sequence[Entry]) -> Found:
         """Take each entry by itself."""

@@ -15,9 +15,12 @@ from jax.sharding import Mesh
 
 from lazymods import _graph
 from lazymods._error_lists import cause_of, collapsed
-from lazymods._errors import describe
+from lazymods._errors import Problem, describe, short_dtype
+from lazymods._frames import entry
 from lazymods._initial.keys import is_key
 from lazymods._layer import lifecycle, stacks
+from lazymods._progress import telling
+from lazymods._refusals import ArgumentError, wrong_argument
 from lazymods._shardings import Rules
 from lazymods.state import modes, tied_heads
 from lazymods.state.beside import Beside
@@ -30,12 +33,12 @@ from lazymods.state.noted import WayBack, forget_values, is_buffer, tied_names
 from lazymods.state.parts import may_fit, part_of
 from lazymods.state.placing import Placing, is_placed, placing_for
 from lazymods.state.prepared import Prepared, prepare, why_missing
-from lazymods.state.progress import progress_bar
 from lazymods.state.sources import read_source
 from lazymods.state.warned import warn
 
 LAYOUTS = ("flax", "torch")
 
+@entry
 def load(
     model: nnx.Pytree | MutableMapping[str, Any],
     source: str | os.PathLike[str] | Mapping[str, Any] | Any,
@@ -102,7 +105,7 @@ def load(
             names are those of the module itself, and an optimizer's state goes where its parameter does.
         mode: ``"eval"`` or ``"train"``: the mode that the model is put in, as by ``model.eval()``. None: it stays in
             its own, training for Flax's layers, and the result says so where that matters.
-        progress: Show a progress bar on stderr; None: on a terminal, for long loads.
+        progress: Show a progress bar on stderr; None: in a terminal or a notebook, of a load that takes over a second.
 
     Returns:
         What was missing, unexpected and mismatched; ``matched`` says what came from where, ``ignored`` what was left
@@ -172,7 +175,7 @@ def load(
             beside.finish(result, mode)
 
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
-        with progress_bar(progress, f"loading {printable(file.path.name)}", total) as advance:
+        with telling(f"loading {printable(file.path.name)}", total, progress) as advance:
             origin = Origin(
                 file.title,
                 {name: tuple(f"{begin}{s}" for s in found) for name, found in prepared.sources.items()},
@@ -204,20 +207,22 @@ def load(
 
 def _check_options(layout: str, flatten: Mapping[str, Sequence[int]] | None, dtype: Any, mode: str | None) -> None:
     if layout not in LAYOUTS:
-        raise ValueError(f"layout is one of {', '.join(map(repr, LAYOUTS))}, got {layout!r}")
+        raise wrong_argument("lm.load: layout", layout, f"one of {', '.join(map(repr, LAYOUTS))}", 'layout="torch"')
     if flatten and layout != "torch":
-        raise ValueError(f'flatten needs layout="torch": it reorders what PyTorch flattened, got layout={layout!r}')
+        needed = 'layout="torch", for flatten: it reorders what PyTorch flattened'
+        raise wrong_argument("lm.load: layout", layout, needed, 'layout="torch"')
     keeps = isinstance(dtype, str) and dtype == "file"
     if dtype is not None and not keeps and not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
-        raise ValueError(f"dtype is a floating-point dtype for the parameters, got {jnp.dtype(dtype).name}")
+        needed = "a floating-point dtype for the parameters"
+        raise ArgumentError(Problem("lm.load: dtype", short_dtype(jnp.dtype(dtype)), needed, "dtype=jnp.bfloat16"))
     if mode is not None and mode not in modes.MODES:
-        raise ValueError(f"mode is one of {', '.join(map(repr, modes.MODES))}, got {mode!r}")
+        raise wrong_argument("lm.load: mode", mode, f"one of {', '.join(map(repr, modes.MODES))}", 'mode="eval"')
 
 
 def _patterns(what: str, given: str | Sequence[str]) -> list[re.Pattern[str]]:
     listed = [given] if isinstance(given, str) else list(given)
     if not all(isinstance(pattern, str) for pattern in listed):
-        raise TypeError(f"{what} is a regular expression, or several, got {given!r}")
+        raise wrong_argument(f"lm.load: {what}", given, "a regular expression, or several", f'{what}=[r"^head"]')
     return [re.compile(pattern) for pattern in listed]
 
 
@@ -320,7 +325,7 @@ class _Report:
 
     def why_missing(self, missing: Sequence[str]) -> dict[str, tuple[str, str]]:
         """Return what was got for names without an entry that a rename has dropped, and the line to write."""
-        line = "a narrower pattern in rename"
+        line = "rename=[(r'^model[.]head', None)]  # a narrower pattern"
         return {
             name: (f"no entry: {by} of rename has dropped {source} of {self.file.title}", line)
             for name, (source, by) in self._dropped(missing).items()

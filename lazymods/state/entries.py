@@ -17,6 +17,7 @@ from lazymods._initial.keys import is_key
 from lazymods._layer.lifecycle import TRANSIENT
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
+from lazymods._refusals import ArgumentError
 from lazymods.state.static_fields import static_leaves, structure_of, with_fields
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
@@ -31,8 +32,9 @@ def check_is_model(model: Any, *, to_write: bool = False) -> None:
     """
     if isinstance(model, (nnx.Pytree, MutableMapping, list)) or (isinstance(model, Mapping) and not to_write):
         return
-    needed = "an nnx module, or a dict of a training state"
-    raise TypeError(f'{needed}, is what has entries, got {describe(model)}; a dict can hold it: {{"state": ...}}')
+    needed = "an nnx module, or a dict of a training state: that is what has entries"
+    line = '{"state": state}  # a dict can hold it'
+    raise ArgumentError(Problem("the model", describe(model), needed, line))
 
 
 def base_name(name: str) -> str:
@@ -274,7 +276,8 @@ def named_places(model: Any) -> dict[str, Place]:
         other = out.setdefault(place.name, place)
         if other is not place:
             got = f"two entries of that name, a {type(other.owner).__name__} and a {type(place.owner).__name__}"
-            problems.append(Problem(place.name, got, "one entry a name", "attributes without dots"))
+            line = "setattr(module, name.replace('.', '_'), value)  # attributes without dots"
+            problems.append(Problem(place.name, got, "one entry a name", line))
     if problems:
         raise StateDictError(*problems)
     return out

@@ -9,7 +9,9 @@ import numpy as np
 from flax import nnx
 
 from lazymods._errors import Problem, StateDictError
+from lazymods._frames import entry
 from lazymods._layer import stacks
+from lazymods._refusals import ArgumentError
 from lazymods.state.files.stored import Array
 from lazymods.state.layouts import with_sizes, written
 from lazymods.state.layouts.exporting import second, without_layers
@@ -19,6 +21,7 @@ from lazymods.state.noted import WayBack
 from lazymods.state.way_back import as_loaded
 
 
+@entry
 def export_torch(
     model: nnx.Module,
     *,
@@ -65,7 +68,9 @@ def export_torch(
     if like is not None:
         way = like.way_back if isinstance(like, LoadResult) else None
         if way is None:
-            raise TypeError(f"like is the result of lm.load, got {type(like).__name__} of something else")
+            needed, line = "the result of lm.load", "lm.export_torch(model, like=lm.load(model, path))"
+            got = f"{type(like).__name__} of something else"
+            raise ArgumentError(Problem("lm.export_torch: like", got, needed, line))
         flatten = way.flatten if flatten is None else flatten
     with stacks.apart():
         out, problems = _exported(model, way, flatten)

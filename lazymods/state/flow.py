@@ -17,7 +17,8 @@ import numpy as np
 
 from lazymods._errors import Problem
 from lazymods._initial.stacking import Shape
-from lazymods.state.files.stored import Array, StoredTensor, printable
+from lazymods._refusals import ArgumentError, wrong_argument
+from lazymods.state.files.stored import Array, StoredTensor
 from lazymods.state.values import as_array
 
 
@@ -136,7 +137,7 @@ class Flow:
             if other is not entry:
                 first, second = (" and ".join(e.sources) or e.name for e in (other, entry))
                 got = f"two entries of the file, {first} and {second}"
-                write = f"a rename that gives None for {second}"
+                write = f"rename=lambda name: None if name == {second!r} else name"
                 self.problems.append(Problem(entry.name, got, "one entry for a name", write))
         return out
 
@@ -162,8 +163,11 @@ class Flow:
                 kept.append(entry)
             else:
                 got = f"for {entry.name!r} it gave {new!r}"
-                other = "; lm.rules.Copy gives an entry a second name" if isinstance(new, (tuple, list)) else ""
-                raise TypeError(f"rename gives a name, or None to leave an entry out; {got}{other}")
+                line = f"rename=lambda name: name if name != {entry.name!r} else None"
+                if isinstance(new, (tuple, list)):
+                    line = f"rename=[lm.rules.Copy({re.escape(entry.name)!r}, into=...)]  # gives it a second name"
+                needed = "a name, or None to leave an entry out"
+                raise ArgumentError(Problem("lm.load: rename", got, needed, line))
         changed += len(self.entries) - len(kept)
         self.entries = kept
         return changed
@@ -181,7 +185,8 @@ class Flow:
             try:
                 results = rule.forward([entry.tensor for entry in group.inputs], len(group.names))
             except Unfit as unfit:
-                where, write = group.inputs[0].name, f"{type(rule).__name__}(...) that fits it, or a narrower pattern"
+                where = group.inputs[0].name
+                write = f"lm.rules.{type(rule).__name__}(r'...')  # one that fits it, or a narrower pattern"
                 self.problems.append(Problem(where, unfit.got, f"{unfit.needed}, for {rule!r}", write))
                 continue
             sources = tuple(dict.fromkeys(s for entry in group.inputs for s in entry.sources))
@@ -320,7 +325,7 @@ def _steps(rename: Any) -> Iterable[Any]:
             out.append((re.compile(step[0]), step[1]))
         else:
             needed = "a mapping, a list of pairs (pattern, replacement) and rules of lm.rules, or a function"
-            raise TypeError(f"rename is {needed}, got {printable(repr(rename))}")
+            raise wrong_argument("lm.load: rename", rename, needed, 'rename={"encoder.fc": "fc"}')
     return out
 
 

@@ -7,10 +7,14 @@ from typing import Any
 
 from flax import nnx
 
+from lazymods._errors import Problem
+from lazymods._frames import entry
+from lazymods._refusals import ArgumentError
 from lazymods.state.entries import is_training_state
 from lazymods.state.load import LoadResult, load_entries
 
 
+@entry
 def load_state_dict(
     model: nnx.Pytree | Mapping[str, Any],
     state_dict: Mapping[str, Any],
@@ -55,10 +59,13 @@ def load_state_dict(
         (3, 'Linear')
     """
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"a state dict is a mapping from names to arrays, got {type(state_dict).__name__}")
+        needed, line = "a mapping from names to arrays", "lm.load_state_dict(model, lm.state_dict(other))"
+        raise ArgumentError(Problem("lm.load_state_dict: state_dict", type(state_dict).__name__, needed, line))
     wrong = [k for k in state_dict if not isinstance(k, str)]
     if wrong:
-        raise TypeError(f"names are dotted strings, got {wrong[0]!r} of type {type(wrong[0]).__name__}")
+        got = f"{wrong[0]!r} of type {type(wrong[0]).__name__}"
+        line = "lm.load(model, state_dict)  # where mappings are nested"
+        raise ArgumentError(Problem("lm.load_state_dict: a name", got, "names that are dotted strings", line))
     if is_training_state(model):
         from lazymods.state import training  # with the optimizers, which many loads do without
 

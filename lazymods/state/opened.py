@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 import jax
 
+from lazymods._errors import Problem
+from lazymods._frames import entry
+from lazymods._refusals import ArgumentError
 from lazymods.state.files.opening import held, open_checkpoint
 from lazymods.state.files.stored import Array, Checkpoint, StoredTensor, printable, refuse
 
@@ -84,7 +87,9 @@ class OpenCheckpoint(Mapping[str, Array]):
         """
         if self._is_closed:
             what = repr(name) if name else "it"
-            raise ValueError(f"{printable(str(self.checkpoint.path))} is closed: {what} can't be read any more")
+            needed = f"an open checkpoint: {what} can't be read any more"
+            where = printable(str(self.checkpoint.path))
+            raise ArgumentError(Problem(where, "a checkpoint that is closed", needed, f"lm.open({where!r})"))
         try:
             return function(self.checkpoint)
         finally:
@@ -124,6 +129,7 @@ class OpenCheckpoint(Mapping[str, Array]):
         return "\n".join([head, *lines, *more])
 
 
+@entry
 def open(path: str | os.PathLike[str], *, variant: str | None = None) -> OpenCheckpoint:
     """Open a checkpoint as a mapping from names to arrays, of which nothing is read before it is asked for.
 

@@ -20,6 +20,7 @@ from jax.core import Tracer
 
 from lazymods._errors import Problem, StateDictError, describe
 from lazymods._initial.keys import is_key
+from lazymods._refusals import ArgumentError
 from lazymods.state.files.opening import read_checkpoint
 from lazymods.state.files.stored import IN_MEMORY, Checkpoint, StoredTensor, dtype_named
 from lazymods.state.opened import OpenCheckpoint
@@ -46,7 +47,8 @@ def read_source(
     if isinstance(source, (str, bytes, os.PathLike)):
         return read_checkpoint(os.fsdecode(source), read, variant=variant)
     if variant is not None:
-        raise TypeError(f"variant names files of a folder, and the source is {describe(source)}")
+        needed = "a path: a variant names files of a folder"
+        raise ArgumentError(Problem("lm.load: variant", describe(source), needed, "lm.load(model, source)"))
     if isinstance(source, OpenCheckpoint):
         return source.read(read)
     return read(_in_memory(source, as_stored=as_stored))
@@ -62,8 +64,9 @@ def _in_memory(source: Any, *, as_stored: bool) -> Checkpoint:
         title, named = "the mapping", dict(_flattened("", source, ()))
     else:
         needed = "a path, a mapping from names to arrays, or a torch.nn.Module"
-        line = "; lm.load_state_dict(model, lm.state_dict(other)) takes one model's arrays to another"
-        raise TypeError(f"source is {needed}, got {describe(source)}{line if isinstance(source, nnx.Pytree) else ''}")
+        is_model = isinstance(source, nnx.Pytree)
+        line = "lm.load_state_dict(model, lm.state_dict(other))" if is_model else "lm.load(model, 'model.safetensors')"
+        raise ArgumentError(Problem("lm.load: source", describe(source), needed, line))
     path = Path(title)
     ties = _ties(torch, named) if torch is not None else ()
     if as_stored:
@@ -73,11 +76,13 @@ def _in_memory(source: Any, *, as_stored: bool) -> Checkpoint:
 
 def _flattened(prefix: str, mapping: Mapping[Any, Any], above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
     if id(mapping) in above:
-        raise TypeError("a mapping that holds itself, where names lead to arrays")
+        needed, line = "a mapping in which names lead to arrays", "lm.load(model, dict(other.items()))"
+        raise ArgumentError(Problem("lm.load: source", "a mapping that holds itself", needed, line))
     seen: set[str] = set()
     for key, value in mapping.items():
         if not isinstance(key, (str, int)) or isinstance(key, bool):
-            raise TypeError(f"names are texts or whole numbers, got {key!r} of type {type(key).__name__}")
+            got, line = f"{key!r} of type {type(key).__name__}", "{str(name): array for name, array in source.items()}"
+            raise ArgumentError(Problem("lm.load: a name", got, "names that are texts or whole numbers", line))
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and not isinstance(value, nnx.Variable):
             below = list(_flattened(f"{name}.", value, (*above, id(mapping))))
@@ -85,7 +90,8 @@ def _flattened(prefix: str, mapping: Mapping[Any, Any], above: tuple[int, ...]) 
             below = [(name, value)]
         for found, _ in below:
             if found in seen:
-                raise TypeError(f"two entries of the name {found!r}, one of them in a mapping of the mapping")
+                got = f"two entries of the name {found!r}, one of them in a mapping of the mapping"
+                raise ArgumentError(Problem("lm.load: a name", got, "one entry a name", f"source.pop({found!r})"))
             seen.add(found)
         yield from below
 
@@ -98,7 +104,7 @@ def _stored(name: str, value: Any, path: Path) -> Any:
         return value
     if isinstance(value, Tracer):
         needed = "a value: it is laid anew by numpy, outside of any transform"
-        line = "lm.load before the transform, or lm.load_state_dict in it"
+        line = "lm.load(model, source)  # before the transform; in it, lm.load_state_dict"
         problem = Problem(name, describe(value), needed, line)
         return StoredTensor(name, tuple(value.shape), np.dtype(value.dtype), path, partial(_refuse, problem, path))
     if isinstance(value, jax.Array):
@@ -113,7 +119,7 @@ def _stored(name: str, value: Any, path: Path) -> Any:
     if dtype is None or isinstance(value, np.ndarray):
         return value
     got = f"{describe(value)}, which has no array of numbers in memory"  # it matters if it is asked for
-    problem = Problem(name, got, "an array of numbers", f"an array for {name!r}")
+    problem = Problem(name, got, "an array of numbers", f"source[{name!r}] = np.asarray(source[{name!r}])")
     return StoredTensor(name, tuple(value.shape), dtype, path, partial(_refuse, problem, path))
 
 

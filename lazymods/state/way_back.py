@@ -26,7 +26,7 @@ from lazymods.state.noted import WayBack
 from lazymods.state.state_dict import state_dict
 from lazymods.state.values import as_array, cast_problem
 
-_WITHOUT = "lm.export_torch(model) without like"
+_WITHOUT = "lm.export_torch(model)  # without like"
 _NORMED = re.compile(r"(?:(.*\.)?parametrizations\.(\w+)\.original1|(.*\.)?(\w+)_v)")
 
 

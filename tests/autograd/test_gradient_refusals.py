@@ -15,11 +15,11 @@ X = jnp.array([1.0, 2.0, 3.0])
 SCALAR = "one real number: its gradient is what is asked for"
 PAIR = "a pair, since has_aux=True: the scalar, and what else there is"
 NUMBERS = "real or complex numbers: nothing else has a derivative"
-CAST = "x.astype(jnp.float32) where it is made, or another argnums"
+CAST = "x.astype(jnp.float32)  # where it is made; or another argnums"
 TRAINED = "a parameter that is trained: those that are frozen have no gradient"
-THAW = "lm.autograd.requires_grad_(model) before, or argnums=nnx.DiffState(0, nnx.Param) for all the same"
+THAW = "lm.autograd.requires_grad_(model)  # before; or argnums=nnx.DiffState(0, nnx.Param) for all the same"
 PLACES = "the number of an argument, from 0, an nnx.DiffState, or a tuple of these"
-EXAMPLES = "argnums=0, argnums=(0, 1), or argnums=nnx.DiffState(0, nnx.Param)"
+EXAMPLES = "argnums=0  # or argnums=(0, 1), or argnums=nnx.DiffState(0, nnx.Param)"
 
 
 def frozen() -> nnx.Linear:
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], tuple[str, str, str
         total,
         {"argnums": 3},
         (X,),
-        ("argnums", "3", "a number below 1, the number of arguments", "argnums=0, for the first one"),
+        ("argnums", "3", "a number below 1, the number of arguments", "argnums=0  # for the first one"),
     ),
 }
 

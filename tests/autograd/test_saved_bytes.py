@@ -213,7 +213,7 @@ def test_what_has_no_gradient_is_refused(f, args, got):
         "lm.autograd.saved_bytes",
         f"  got:    {got}",
         "  needed: a function that floats go into and come out of: what it keeps is for its gradient",
-        "  write:  lm.autograd.saved_bytes(loss, model, x), with a loss that returns a float",
+        "  write:  lm.autograd.saved_bytes(loss, model, x)  # with a loss that returns a float",
     ]
 
 

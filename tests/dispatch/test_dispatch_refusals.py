@@ -44,7 +44,7 @@ def test_a_second_kernel() -> None:
         "Operator 'op'\n"
         "  got:    a second kernel for CPU; registered: CPU, Autograd\n"
         "  needed: one kernel a key\n"
-        "  write:  another key, or an Operator of its own"
+        "  write:  lm.dispatch.Operator(name)  # one of its own; or another key"
     )
     assert op.registrations()["CPU"] is min
 

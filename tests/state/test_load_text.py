@@ -76,9 +76,9 @@ class Even(nnx.Module):
         return x
 
 
-SKIP = 'mismatched="skip" to leave it out, or an entry that fits'
+SKIP = 'mismatched="skip"  # leaves it out'
 AGREE = "entries that agree on the layer's sizes"
-SAME_LAYER = "entries of one and the same layer"
+SAME_LAYER = "lm.load_state_dict(layer, lm.state_dict(other))  # entries of one and the same layer"
 
 TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "shape-lazy": (
@@ -123,28 +123,29 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"kernel": jnp.ones((3, 4)), "weight": jnp.ones(1)},
         f"{heading('Linear')}\n"
         + part("bias", "no entry in the state dict", "an entry for each parameter of the model",
-               "an entry for it: lm.state_dict, or a checkpoint, of a model like this one")
+               "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one")
         + "\n"
         + part("weight", "f32[1], an entry that the model has no parameter for", "only entries of the model",
-               "strict=False to leave it out"),
+               "strict=False  # leaves it out"),
     ),
     "uninitialized": (
         linear,
         lm.state_dict(linear(lazy=True)),
         f"{heading('Linear')}\n"
         + part("bias (Param)", "an uninitialized entry of shape (4,)",
-               "a value: the model's parameter has one, f32[4]", "lm.materialize(other, x) before lm.state_dict(other)")
+               "a value: the model's parameter has one, f32[4]",
+               "lm.materialize(other, x)  # before lm.state_dict(other)")
         + "\n"
         + part("kernel (Param)", "an uninitialized entry of shape (?, 4)",
                "a value: the model's parameter has one, f32[3,4]",
-               "lm.materialize(other, x) before lm.state_dict(other)"),
+               "lm.materialize(other, x)  # before lm.state_dict(other)"),
     ),
     "uninitialized-of-unknown-rank": (
         lambda: nnx.Dict(w=nnx.Param(jnp.ones(2))),
         {"w": lm.UninitializedParameter()},
         f"{heading('Dict')}\n"
         + part("w (Param)", "an uninitialized entry of shape ?", "a value: the model's parameter has one, f32[2]",
-               "lm.materialize(other, x) before lm.state_dict(other)"),
+               "lm.materialize(other, x)  # before lm.state_dict(other)"),
     ),
     "sizes-disagree": (
         lambda: nnx.Dict(norm=lm.LazyLayerNorm(rngs=nnx.Rngs(0))),

@@ -40,7 +40,7 @@ def open_folder(path: Path, variant: str | None) -> Checkpoint | None:
     variants = sorted({match[1] for name in names if (match := _VARIANT.fullmatch(name))})
     if variant is not None:
         got = f"no files of the variant {printable(repr(variant))}, but of {printable(', '.join(variants)) or 'none'}"
-        line = f"variant={variants[0]!r}" if variants else "the path alone"
+        line = f"variant={variants[0]!r}" if variants else "lm.load(model, path)  # without variant"
         raise refuse(path, got, "one of the variants that the folder has", write=line)
     files = [name for name in names if name.endswith(".safetensors")]
     if variants and len(files) > 1 and all(_VARIANT.fullmatch(name) for name in files):
@@ -55,7 +55,7 @@ def open_folder(path: Path, variant: str | None) -> Checkpoint | None:
         if len(candidates) > 1:
             shown = ", ".join(candidates[:8]) + (", ..." if len(candidates) > 8 else "")
             needed = "one index, or one file: which of them is meant is not known"
-            line = f"the path of one: {printable(str(path / candidates[0]), 5000)}"
+            line = f"lm.load(model, {printable(str(path / candidates[0]), 5000)!r})"
             raise refuse(path, printable(shown, 1000), needed, write=line)
         if candidates:
             return open_shards(path, shards) if candidates == ["*"] else _opened(path, candidates[0])

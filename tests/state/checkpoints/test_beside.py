@@ -136,7 +136,7 @@ def test_the_error_says_what_to_write() -> None:
         "  got:    num_heads=2\n"
         "  needed: 4, as config.json beside the file says (num_attention_heads): others see other parts of the "
         "features\n"
-        "  write:  num_heads=4, or the file in a folder without it if it is not the file's"
+        "  write:  num_heads=4  # or the file in a folder without it, if it is not the file's"
     )
 
 
@@ -329,7 +329,7 @@ def test_an_output_layer_of_the_file_is_not_dropped_in_silence(tmp_path: Path) -
         told[name] = (caught.value.problems[0].write, len(warned))
     assert told == {
         "untied": ("lm.LazyLinear(..., use_bias=False) for it", 1),
-        "both": ("strict=False to leave it out", 0),
+        "both": ("strict=False  # leaves it out", 0),
     }
 
 

@@ -332,7 +332,7 @@ def test_what_a_rename_drops_and_the_model_misses(rename: Any, by: str) -> None:
         "c_attn.bias",
         f"  got:    no entry: {by} of rename has dropped c_attn.bias of the mapping",
         "  needed: an entry for each parameter of the model",
-        "  write:  a narrower pattern in rename",
+        "  write:  rename=[(r'^model[.]head', None)]  # a narrower pattern",
     ]
     with pytest.warns(UserWarning, match="has dropped c_attn.bias, and the model has no c_attn.bias now"):
         load(model, arrays, rename=rename, strict=False)
