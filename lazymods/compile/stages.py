@@ -206,7 +206,7 @@ class Lowered(_Stage):
 
     @property
     def dot(self) -> str:
-        """The jaxpr as a graph for Graphviz."""
+        """The jaxpr as a graph for Graphviz: a text, and in a notebook its picture if Graphviz is there."""
         return dot(self.jaxpr)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:

@@ -278,7 +278,7 @@ def test_a_square_image_is_in_pytorch_s_layout():
 
 
 def test_what_is_no_port_is_refused(torch_net: Any):
-    with pytest.raises(TypeError, match=r"parity compares with a torch\.nn\.Module, got Net"):
+    with pytest.raises(TypeError, match=r"got:    Net\n  needed: a torch\.nn\.Module"):
         lm.parity(Net(), Net(), image())
     with pytest.raises(lm.UninitializedError) as caught:
         lm.parity(Net(), torch_net, image())
