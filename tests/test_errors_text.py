@@ -181,7 +181,7 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: linear().in_features,
         AttributeError,
         text("LazyLinear", "a use of .in_features", "its sizes, which are not known yet",
-             "model(x) or lm.materialize(model, x), first"),
+             "lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # or model(x), first"),
     ),
     "constructor-positional": (
         lambda: lm.LazyLinear(4, 5, rngs=nnx.Rngs(0)),  # pyright: ignore[reportCallIssue]

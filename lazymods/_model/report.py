@@ -300,7 +300,8 @@ class ShapeReport(Shown):
         heads, rows = self.cells(verbose=verbose)
         marked = [number for number, row in enumerate(self.rows) if row.lazy]
         legend = [_LEGEND] if self._has_inner_flops() else []
-        return Table(heads, rows, _NUMBERS, _FOLDED, _TOGETHER, marked, totals=self.footer(verbose=verbose), after=legend)
+        totals = self.footer(verbose=verbose)
+        return Table(heads, rows, _NUMBERS, _FOLDED, _TOGETHER, marked, totals=totals, after=legend)
 
     def _has_inner_flops(self) -> bool:
         """Whether the operations of a row are also in those of another one."""
@@ -312,8 +313,8 @@ _LEGEND = "count and bytes are a layer's own; FLOPs are of one call, with the la
 _NUMBERS = ("count", "bytes", "on a device", "gradients", "optimizer", "FLOPs")
 _TOGETHER = ("parameters", "sharding", "init")
 _FOLDED = (  # columns that may be folded, in this order, and to how many characters
-    *(("input -> output", 20), ("inferred", 12), ("init", 14), ("path", 22), ("layer", 12), ("parameters", 20)),
-    *(("sharding", 12), ("path", 8), ("input -> output", 12), ("parameters", 8)),
+    *(("input -> output", 20), ("inferred", 12), ("init", 22), ("path", 22), ("layer", 12), ("parameters", 20)),
+    *(("sharding", 12), ("path", 8), ("input -> output", 12), ("parameters", 8), ("init", 10)),
 )
 
 

@@ -152,5 +152,5 @@ def _line(value: Any) -> str:
     if value is None:
         return "return loss"
     if np.shape(value) != ():
-        return "loss.mean(), or loss.sum()"
-    return "loss.real, or jnp.abs(loss)" if jnp.iscomplexobj(value) else "loss.astype(jnp.float32)"
+        return "loss.mean()  # or loss.sum()"
+    return "loss.real  # or jnp.abs(loss)" if jnp.iscomplexobj(value) else "loss.astype(jnp.float32)"

@@ -113,7 +113,7 @@ def split(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[lis
     for node in nodes:
         if isinstance(node, nnx.Pytree):
             what = f"a module, {type(node).__name__}, among the arguments"
-            raise refused(name, what, "arrays: what a kernel changes of a module would be lost", "its parameters")
+            raise refused(name, what, "arrays: what a kernel changes of a module would be lost", "op(x, module.kernel)")
     leaves, tree = jax.tree.flatten((args, kwargs))
     operands: list[Any] = []
     kept: list[Any] = []

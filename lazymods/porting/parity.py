@@ -73,7 +73,7 @@ def parity(
     Raises:
         UninitializedError: If a parameter of either has no value yet.
         LazyError: Inside a transform or a block of lazy tensors.
-        TypeError: If ``model`` is no nnx module, or ``torch_module`` no module of PyTorch.
+        ArgumentError: If ``model`` is no nnx module, or ``torch_module`` no module of PyTorch.
     """
     torch = sys.modules.get(MODULE)
     if not isinstance(model, nnx.Module):

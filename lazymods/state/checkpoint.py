@@ -117,9 +117,8 @@ def load(
         UninitializedError: If a lazy layer is an argument of a transform of Flax that cannot carry new parameters out.
         LazyError: If parameters do not fit on the mesh; it lists all of them.
         FileNotFoundError: If there is no such file.
-        TypeError: If the model is neither an nnx object nor a dict or list that can be written to, or the source or
-            ``rename`` is none.
-        ValueError: If an argument has no such choice.
+        ArgumentError: If the model is neither an nnx object nor a dict or list that can be written to, the source or
+            ``rename`` is none, or an argument has no such choice.
 
     Warns:
         UserWarning: If a part of ``rename`` fits no entry, or drops one that the model then misses; if two parameters

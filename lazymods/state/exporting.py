@@ -56,7 +56,7 @@ def export_torch(
         UninitializedError: If a parameter has no value yet.
         StateDictError: If PyTorch cannot hold a layer exactly, ``flatten`` does not fit, or the file's entries cannot
             hold what the model has now.
-        TypeError: If ``like`` is no result of :func:`lazymods.load`.
+        ArgumentError: If ``like`` is no result of :func:`lazymods.load`.
 
     Example:
         >>> import lazymods as lm

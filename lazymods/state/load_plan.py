@@ -321,7 +321,8 @@ def _array_for(plan: LoadPlan, place: Place, value: Any, current: Any) -> Any:
         line = f"state[{place.name!r}] = jnp.asarray(values)"
         plan.problem(place, got, "an array of numbers, as it is there", line)
     elif array.dtype.itemsize > 8 and _dtype_of(current) is None and not is_storable(array.dtype):  # a longdouble
-        plan.problem(place, describe(array), "numbers that JAX has an array for", f"{place.name} in another dtype")
+        line = f"state[{place.name!r}] = values.astype(np.float32)"
+        plan.problem(place, describe(array), "numbers that JAX has an array for", line)
     else:
         return array
     return None

@@ -45,9 +45,9 @@ def load_state_dict(
             parameters whose entries differ, or, if ``strict``, missing and unexpected names.
         UninitializedError: If an uninitialized entry meets a parameter that has a value; or if a lazy layer is an
             argument of a transform of Flax that cannot carry new parameters out, as of ``nnx.grad``.
-        TypeError: If ``state_dict`` is no mapping from names, or the model neither an nnx object nor a dict or list
+        ArgumentError: If ``state_dict`` is no mapping from names, or the model neither an nnx object nor a dict or list
             that can be written to.
-        ValueError: If ``mismatched`` is neither ``"error"`` nor ``"skip"``.
+        ArgumentError: If ``mismatched`` is neither ``"error"`` nor ``"skip"``.
 
     Example:
         >>> import lazymods as lm

@@ -39,8 +39,8 @@ def cause_of(places: Mapping[str, Place], name: str, loaded: Shapes) -> tuple[st
     if embedding is not None:
         got = f"no output layer in the file, whose embedding ({embedding}) fits it: they are tied there"
         module, head = embedding.rpartition(".")[0], name.rpartition(".")[0]
-        copied = f'rename=[lm.rules.Copy(r"{module}[.]weight$", into="{head}.weight")] for both'
-        return got, f"{copied}  # or {module}.attend(x) in its place"
+        copied = f'rename=[lm.rules.Copy(r"{module}[.]weight$", into="{head}.weight")]'
+        return got, f"{copied}  # for both; or {module}.attend(x) in its place"
     return None
 
 

@@ -51,7 +51,7 @@ class OpenCheckpoint(Mapping[str, Array]):
 
         Raises:
             KeyError: If there is no such tensor.
-            ValueError: If the checkpoint is closed.
+            ArgumentError: If the checkpoint is closed.
             CheckpointError: If its bytes are damaged, or it is a folder that another save has replaced.
         """
         tensor = self._tensors[name]
@@ -81,7 +81,7 @@ class OpenCheckpoint(Mapping[str, Array]):
             name: The tensor that it reads, for messages.
 
         Raises:
-            ValueError: If the checkpoint is closed.
+            ArgumentError: If the checkpoint is closed.
             CheckpointError: If it is a folder that another save has replaced.
             Exception: What the function raises.
         """

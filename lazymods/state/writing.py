@@ -22,7 +22,7 @@ from lazymods._layer import stacks
 from lazymods._layer.asked import SIZE_LINE
 from lazymods._memory import ALIGNMENT
 from lazymods._progress import Advance, telling
-from lazymods._refusals import wrong_argument
+from lazymods._refusals import ArgumentError
 from lazymods._spread import on_host
 from lazymods.state import plain
 from lazymods.state.entries import check_is_model, is_training_state, named_places
@@ -71,8 +71,7 @@ def save(
             a donated array or a traced value; if a file was to hold arrays of several processes, or one of these does
             not come to save; if something stands at the path that is neither a checkpoint nor a
             regular file, or the path is a URL; or if it cannot be written (then it is an OSError too).
-        TypeError: If the model is neither an nnx object nor a dict or list.
-        ValueError: If the suffix is none of these.
+        ArgumentError: If the model is neither an nnx object nor a dict or list, or the suffix is none of these.
 
     Example:
         >>> import tempfile, lazymods as lm
@@ -85,11 +84,11 @@ def save(
     if target.suffix and target.suffix not in writers:
         needed = "a path that ends with .safetensors or .npz, or without a suffix, for an Orbax folder"
         line = f"lm.save(model, {printable(str(target.with_suffix('.safetensors')))!r})"
-        raise wrong_argument("lm.save: path", path, needed, line)
+        raise ArgumentError(Problem("lm.save: path", repr(path), needed, line))
     if target.suffix and not wait:
         needed = "a path without a suffix, for wait=False: Orbax folders are written in the background"
         line = f"lm.save(model, {printable(str(target.with_suffix('')))!r}, wait=False)"
-        raise wrong_argument("lm.save: path", path, needed, line)
+        raise ArgumentError(Problem("lm.save: path", repr(path), needed, line))
     check_is_model(model)
     with _told(target):
         (check_file_target if target.suffix else check_target)(target)

@@ -40,8 +40,8 @@ def total(*args: Any) -> Any:
 
 # what fn is, the options, the arguments; then place, got, needed and the line to write
 CASES: dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], tuple[str, str, str, str]]] = {
-    "vector": (jnp.sin, {}, (X,), ("what fn returned", "f32[3]", SCALAR, "loss.mean(), or loss.sum()")),
-    "size 1": (jnp.sin, {}, (X[:1],), ("what fn returned", "f32[1]", SCALAR, "loss.mean(), or loss.sum()")),
+    "vector": (jnp.sin, {}, (X,), ("what fn returned", "f32[3]", SCALAR, "loss.mean()  # or loss.sum()")),
+    "size 1": (jnp.sin, {}, (X[:1],), ("what fn returned", "f32[1]", SCALAR, "loss.mean()  # or loss.sum()")),
     "nothing": (lambda x: None, {}, (X,), ("what fn returned", "None", SCALAR, "return loss")),
     "an integer value": (
         lambda x: x.sum().astype(int),
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], tuple[str, str, str
         lambda x: jax.lax.complex(x, x).sum(),
         {},
         (X,),
-        ("what fn returned", "c64[]", SCALAR, "loss.real, or jnp.abs(loss)"),
+        ("what fn returned", "c64[]", SCALAR, "loss.real  # or jnp.abs(loss)"),
     ),
     "no pair": (
         total,
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], tuple[str, str, str
         lambda x: (x, 1),
         {"has_aux": True},
         (X,),
-        ("what fn returned", "f32[3]", SCALAR, "loss.mean(), or loss.sum()"),
+        ("what fn returned", "f32[3]", SCALAR, "loss.mean()  # or loss.sum()"),
     ),
     "by an integer": (total, {}, (jnp.arange(3),), ("argument 0", "i32[3]", NUMBERS, CAST)),
     "by a number": (total, {"argnums": 1}, (X, 2), ("argument 1", "2", NUMBERS, CAST)),

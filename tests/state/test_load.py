@@ -249,7 +249,7 @@ def test_what_is_no_state_dict(bad: Any, error: type[Exception], match: str) -> 
 
 
 def test_other_options_are_refused() -> None:
-    with pytest.raises(ValueError, match='mismatched is "error" or "skip", got \'drop\''):
+    with pytest.raises(ValueError, match='needed: "error" or "skip"'):
         load(plain_mlp(), {}, mismatched="drop")
     with pytest.raises(TypeError):
         load(plain_mlp(), {}, False)  # type: ignore[misc]

@@ -109,7 +109,7 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         linear,
         entries(bias="zeros"),
         f"{heading('Linear')}\n"
-        + part("bias (Param)", "a value of type str", "an array of numbers", "jnp.asarray(...) for bias"),
+        + part("bias (Param)", "a value of type str", "an array of numbers", "state['bias'] = jnp.asarray(value)"),
     ),
     "ties": (
         tied,

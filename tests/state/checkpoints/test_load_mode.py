@@ -89,5 +89,5 @@ def test_a_load_that_fails_leaves_the_mode(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         lm.load(model, FILE, missing="drop", mode="eval")
     assert lm.is_lazy(model.fc) and (model.bn.use_running_average, model.drop.deterministic) == (False, False)
-    with pytest.raises(ValueError, match="mode is one of 'train', 'eval', got 'test'"):
+    with pytest.raises(ValueError, match="needed: one of 'train', 'eval'"):
         lm.load(model, FILE, mode="test")

@@ -113,7 +113,7 @@ def test_what_the_format_cannot_hold_is_named(tmp_path: Path) -> None:
 
 
 def test_a_suffix_that_nothing_writes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"\.safetensors, \.npz"):
+    with pytest.raises(ValueError, match=r"with \.safetensors or \.npz"):
         lm.save(plain_mlp(), tmp_path / "model.h5")
 
 

@@ -75,8 +75,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "  got:    feature_axes=(0, 1)\n"
         "  needed: magnitudes along the axis that the wrapper has scales for: dim=0 of PyTorch is feature_axes=-1 of "
         "nnx.WeightNorm (for ConvTranspose -2, with transpose_kernel -1), dim=None is feature_axes=None\n"
-        "  write:  nnx.WeightNorm(..., feature_axes=...) that fits PyTorch's dim, or the layer without it, which gets "
-        "the product",
+        "  write:  nnx.WeightNorm(..., feature_axes=...)  # that fit PyTorch's dim; or the layer without it, which "
+        "gets the product",
     ),
     (
         lambda: nnx.WeightNorm(nnx.OptimizedLSTMCell(2, 2, rngs=R(0)), rngs=R(0)),
@@ -181,7 +181,7 @@ def test_names_that_meet_are_refused():
         HEADING + "m.weight\n"
         "  got:    two entries of that name\n"
         "  needed: one\n"
-        "  write:  self.other = self.block  # attributes whose names do not meet in PyTorch's"
+        "  write:  self.other = nnx.Linear(3, 4, rngs=rngs)  # attributes whose names do not meet in PyTorch's"
     )
 
 

@@ -104,7 +104,7 @@ m.q_proj_weight (LazyMultiHeadAttention m)
 m.in_proj_weight (LazyMultiHeadAttention m)
   got:    shape (10, 4)
   needed: queries, keys and values, one below the other, equally many rows each
-  write:  a sound file""",
+  write:  lm.load(model, path)  # of a sound copy of the file""",
     ),
     Row(
         "more layers and directions",
@@ -159,7 +159,7 @@ m.weight_ih (LazyLSTMCell m)
 m.bias_hh (LazySimpleCell m)
   got:    shape (3,), where m.bias_ih has (2,)
   needed: two biases of one shape, to be added
-  write:  a sound file""",
+  write:  lm.load(model, path)  # of a sound copy of the file""",
     ),
     Row(
         "spectral norm in nnx.SpectralNorm",
@@ -201,7 +201,7 @@ m.weight_g (LazyLinear m.layer_instance)
   got:    magnitudes of shape (1, 3) for directions of shape (3, 3), and feature_axes=-1
   needed: magnitudes along the axis that the wrapper has scales for: dim=0 of PyTorch is feature_axes=-1 of \
 nnx.WeightNorm (for ConvTranspose -2, with transpose_kernel -1), dim=None is feature_axes=None
-  write:  nnx.WeightNorm(..., feature_axes=...) that fits PyTorch's dim, or the layer without it, which gets the \
+  write:  nnx.WeightNorm(..., feature_axes=...)  # that fit PyTorch's dim; or the layer without it, which gets the \
 product""",
     ),
     Row(
@@ -222,7 +222,7 @@ m.weight_g (LazyLinear m.layer_instance)
 m.weight_g (LazyLinear m)
   got:    magnitudes of shape (2, 1) for directions of shape (3, 3)
   needed: magnitudes along one axis of the directions, as PyTorch's weight norm has them
-  write:  a file of torch.nn.utils.parametrizations.weight_norm""",
+  write:  torch.nn.utils.parametrizations.weight_norm(layer)  # as it saves them""",
     ),
     Row(
         "einsum",
@@ -333,7 +333,7 @@ m
 m.kernel
   got:    an entry by Flax's name, beside m.weight
   needed: one entry a parameter
-  write:  rename={"m.kernel": None} to drop it""",
+  write:  rename={"m.kernel": None}  # drops it""",
     ),
 ]
 
