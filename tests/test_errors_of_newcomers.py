@@ -3,11 +3,13 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import ast
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -29,6 +31,14 @@ class Scale(nnx.Module):
 
     def __call__(self, x: jax.Array, y: jax.Array | None = None, *, mask: jax.Array) -> jax.Array:
         return x * self.gain[...][None] * mask
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.fc = lm.LazyLinear(4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc(x)
 
 
 class NoCall(nnx.Module):
@@ -83,6 +93,30 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         )
         for f in (lm.materialize, lm.infer_shapes, lm.summary)
     },
+    "materialize with a shape": (
+        lambda: lm.materialize(model(), (2, 3)), lm.ShapeInferenceError, "an array as the first argument",
+        "jax.ShapeDtypeStruct((2, 3), jnp.float32)  # in its place",
+    ),
+    "materialize without an input of a model of one's own": (
+        lambda: lm.materialize(Block(rngs=nnx.Rngs(0))), lm.ShapeInferenceError, "the arguments of a call",
+        "lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # or model(x), first",
+    ),
+    "a class": (
+        lambda: lm.materialize(Block, X), lm.ArgumentError, "the class Block",
+        "model = Block(..., rngs=nnx.Rngs(0))",
+    ),
+    **{
+        f"PyTorch's names, {f.__name__}": (
+            lambda f=f: f(Block(rngs=nnx.Rngs(0)), {"fc.weight": np.ones((4, 3), np.float32)}), lm.StateDictError,
+            "cause:  PyTorch's names, such as fc.weight",
+            'lm.load(model, source, layout="torch")  # if PyTorch wrote it',
+        )
+        for f in (lm.load, lm.load_state_dict)
+    },
+    "a suffix that nothing writes": (
+        lambda: lm.save(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "m.h5"), lm.ArgumentError, "ends with .safetensors or .npz",
+        f"lm.save(model, {os.path.realpath('m.safetensors')!r})",
+    ),
     "an optimizer of Flax": (
         lambda: nnx.Optimizer(model(), optax.adam(1e-3), wrt=nnx.Param), lm.UninitializedError,
         "an uninitialized parameter",

@@ -33,7 +33,7 @@ def of_initializer(init: Any) -> str:
     """Name an initializer: ``lecun_normal``, ``normal(stddev=0.02)``, or the name of a user's function; '' for None."""
     if init is None:
         return ""
-    function = getattr(init, "func", init) if isinstance(init, functools.partial) else init
+    function: Any = init.func if isinstance(init, functools.partial) else init
     if not _compat.is_jax_initializer(function):
         return getattr(function, "__name__", type(function).__name__)
     name = function.__qualname__.partition(".<locals>")[0]

@@ -355,7 +355,7 @@ def test_overlapping_entries(tmp_path: Path) -> None:
     raw = bytearray(path.read_bytes())
     struct.pack_into("<L", raw, raw.rindex(b"PK\x01\x02") + 42, raw.index(inner))
     path.write_bytes(raw)
-    refusal(path, "m.npz: y.npy", "belong to lm.load(model, other)")
+    refusal(path, "m.npz: y.npy", "belong to another entry")
 
 
 # ---------------------------------------------------------------- compressed entries
