@@ -49,30 +49,30 @@ class NoCall(nnx.Module):
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "in_features": (
         lambda: lm.LazyLinear(784, 10, rngs=nnx.Rngs(0)), lm.ConfigurationError,
-        "no in_features: it is inferred from the first input", "LazyLinear(10, rngs=nnx.Rngs(0))",
+        "no in_features: it is inferred from the first input", "lm.LazyLinear(10, rngs=nnx.Rngs(0))",
     ),
     "in_features by name": (
         lambda: lm.LazyLinear(in_features=784, out_features=10, rngs=nnx.Rngs(0)), lm.ConfigurationError,
-        "no in_features: it is inferred", "LazyLinear(10, rngs=nnx.Rngs(0))",
+        "no in_features: it is inferred", "lm.LazyLinear(10, rngs=nnx.Rngs(0))",
     ),
     "channels of a convolution": (
         lambda: lm.LazyConv(3, 16, (3, 3), padding="VALID", rngs=nnx.Rngs(0)), lm.ConfigurationError,
-        "no in_features", "LazyConv(16, (3, 3), padding='VALID', rngs=nnx.Rngs(0))",
+        "no in_features", "lm.LazyConv(16, (3, 3), padding='VALID', rngs=nnx.Rngs(0))",
     ),
     "bias=": (
         lambda: lm.LazyLinear(10, bias=False, rngs=nnx.Rngs(0)), lm.ConfigurationError,
-        "use_bias= in place of bias=", "LazyLinear(10, use_bias=False, rngs=nnx.Rngs(0))",
+        "use_bias= in place of bias=", "lm.LazyLinear(10, use_bias=False, rngs=nnx.Rngs(0))",
     ),
     "a typing error": (
         lambda: lm.LazyLinear(10, use_bais=False, rngs=nnx.Rngs(0)), lm.ConfigurationError,
-        "use_bias= in place of use_bais=", "LazyLinear(10, use_bias=False, rngs=nnx.Rngs(0))",
+        "use_bias= in place of use_bais=", "lm.LazyLinear(10, use_bias=False, rngs=nnx.Rngs(0))",
     ),
     "no rngs": (
-        lambda: lm.LazyLinear(10), lm.ConfigurationError, "rngs is required", "LazyLinear(10, rngs=nnx.Rngs(0))",
+        lambda: lm.LazyLinear(10), lm.ConfigurationError, "rngs is required", "lm.LazyLinear(10, rngs=nnx.Rngs(0))",
     ),
     "a name like no other": (
         lambda: lm.LazyLinear(10, zzz=1, rngs=nnx.Rngs(0)), lm.ConfigurationError,
-        "unexpected keyword argument 'zzz'", "LazyLinear(10, rngs=nnx.Rngs(0))",
+        "unexpected keyword argument 'zzz'", "lm.LazyLinear(10, rngs=nnx.Rngs(0))",
     ),
     "infer of nothing": (
         lambda: lm.lazy(nnx.Linear, infer=lambda: {}), lm.ConfigurationError,

@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lazymods._errors import Problem
+from lazymods._errors import Problem, short_dtype
 from lazymods.state.files.stored import StoredTensor
 from lazymods.state.flow import ArrayRule, Entry, Group, Unfit, derived
 from lazymods.state.layouts.computed import wide
@@ -198,7 +198,7 @@ class Add(_OneByOne):
         """
         (tensor,) = tensors
         if not jnp.issubdtype(tensor.dtype, jnp.inexact):
-            raise Unfit(f"dtype {tensor.dtype}", "floating-point numbers")
+            raise Unfit(f"dtype {short_dtype(tensor.dtype)}", "floating-point numbers")
         kind = wide_dtype(tensor.dtype)
         return [derived(tensor, tensor.shape, lambda: wide(tensor.read()) + kind.type(self.value), kind)]
 

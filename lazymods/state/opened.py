@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from lazymods._errors import Problem
+from lazymods._errors import Problem, describe
 from lazymods._frames import entry
 from lazymods._refusals import ArgumentError
 from lazymods.state.files.opening import held, open_checkpoint
@@ -121,7 +121,7 @@ class OpenCheckpoint(Mapping[str, Array]):
 
     def __repr__(self) -> str:
         """Show the first names with their shapes and dtypes."""
-        lines = [f"  {printable(name)}: {t.dtype}{list(t.shape)}" for name, t in list(self._tensors.items())[:_SHOWN]]
+        lines = [f"  {printable(name)}: {describe(t)}" for name, t in list(self._tensors.items())[:_SHOWN]]
         more = [f"  and {len(self) - _SHOWN} more"] if len(self) > _SHOWN else []
         state = ", closed" if self._is_closed else ""
         shown = repr(printable(str(self.checkpoint.path)))

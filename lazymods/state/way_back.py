@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lazymods._errors import Problem
+from lazymods._errors import Problem, describe, short_dtype
 from lazymods.state.entries import IMPL, named_places
 from lazymods.state.files.stored import Array, StoredTensor
 from lazymods.state.flow import Slices, Unfit
@@ -165,7 +165,7 @@ def _as_in_file(name: str, value: Array, like: StoredTensor, problems: list[Prob
         return value
     reason = cast_problem(value, like.dtype)
     if reason is not None:
-        got = f"{value.dtype}{list(value.shape)}, and {like.dtype} in the file"
+        got = f"{describe(value)}, and {short_dtype(like.dtype)} in the file"
         problems.append(Problem(name, got, reason, _WITHOUT))
         return value
     with np.errstate(all="ignore"):

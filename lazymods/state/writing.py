@@ -233,7 +233,7 @@ def _format_problem(path: Path, name: str, value: Any) -> Problem | None:
         kind, is_held = "npz", is_name and not dtype.hasobject
     if is_held:
         return None
-    got = f"{dtype.name}{list(value.shape)}"
+    got = describe(value)
     return Problem(
         where, got, f"a name and a dtype that {kind} can hold", "array.astype(np.float32)  # or another name, or format"
     )

@@ -103,7 +103,8 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         lambda: nnx.Dict(n=nnx.Param(jnp.zeros(2, jnp.int8))),
         {"n": np.array([1, 200])},
         f"{heading('Dict')}\n"
-        + part("n (Param)", "i64[2]", "numbers from -128 to 127, for int8", "n in a dtype that casts to int8"),
+        + part("n (Param)", "i64[2]", "numbers from -128 to 127, for i8",
+               "array.astype('int8')  # or another dtype that casts to it"),
     ),
     "no-array": (
         linear,

@@ -212,7 +212,7 @@ def test_open_reads_nothing_before_it_is_asked(tmp_path: Path, monkeypatch: pyte
         assert list(opened) == ["bias", "kernel"] and len(opened) == 2 and "bias" in opened and "x" not in opened
         assert opened.spec("kernel") == jax.ShapeDtypeStruct((3, 4), jnp.float32)
         assert opened.metadata == {"made by": "a test"}
-        assert "kernel: float32[3, 4]" in repr(opened) and not read
+        assert "kernel: f32[3,4]" in repr(opened) and not read
         np.testing.assert_array_equal(opened["kernel"], KERNEL)
         assert read == ["kernel"]
 
