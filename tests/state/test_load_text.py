@@ -97,7 +97,7 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         entries(kernel=jnp.ones((3, 4), jnp.complex64)),
         f"{heading('Linear')}\n"
         + part("kernel (Param)", "c64[3,4]", "a real array, for c64[3,4] would lose its imaginary part",
-               "kernel in a dtype that casts to float32"),
+               "array.astype('float32')  # or another dtype that casts to it"),
     ),
     "range": (
         lambda: nnx.Dict(n=nnx.Param(jnp.zeros(2, jnp.int8))),
@@ -117,12 +117,14 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         {"0.kernel": jnp.ones((3, 4)), "1.kernel": jnp.zeros((3, 4)), "0.bias": jnp.ones(4), "1.bias": jnp.ones(4)},
         f"{heading('List')}\n"
         + part("1.kernel (Param)", "another value than 0.kernel, to which it is tied in the model",
-               "one value for what is one parameter", "equal entries, or only 0.kernel"),
+               "one value for what is one parameter", "state.pop('1.kernel')  # or an equal entry"),
     ),
     "missing-and-unexpected": (
         linear,
         {"kernel": jnp.ones((3, 4)), "weight": jnp.ones(1)},
         f"{heading('Linear')}\n"
+        "  cause:  PyTorch's names, such as weight\n"
+        '  write:  lm.load(model, source, layout="torch")  # if PyTorch wrote it; source: the file, or the state dict\n'
         + part("bias", "no entry in the state dict", "an entry for each parameter of the model",
                "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one")
         + "\n"
@@ -181,7 +183,8 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         hooked,
         {"0.kernel": jnp.ones((3, 4)), "0.bias": jnp.zeros(4)},
         "a hook refuses the state dict for List\n"
-        + part("List", "no '0.' today", "entries that the hook accepts", "another state dict"),
+        + part("List", "no '0.' today", "entries that the hook accepts",
+               "lm.load_state_dict(model, lm.state_dict(other))"),
     ),
     "key-implementation": (
         lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
