@@ -129,7 +129,7 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
                "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one")
         + "\n"
         + part("weight", "f32[1], an entry that the model has no parameter for", "only entries of the model",
-               "strict=False  # leaves it out"),
+               'lm.load(model, source, layout="torch")  # if PyTorch wrote it; source: the file, or the state dict'),
     ),
     "uninitialized": (
         linear,
