@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import sys
 from collections.abc import Sequence
 
 import numpy as np
 
-from lazymods._errors import CheckpointError, harmless
+from lazymods._errors import CheckpointError, harmless, short_dtype
+from lazymods._tables import Table, columns
 from lazymods.state.files.opening import open_checkpoint
 from lazymods.state.files.stored import Checkpoint, StoredTensor, printable
 
@@ -45,8 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(harmless(str(error)), file=sys.stderr)
         return 1
     if options.command == "inspect":
-        print("\n".join(_rows(checkpoint)))
-    print(_total(checkpoint))
+        table = _table(checkpoint)
+        if sys.stdout.isatty():
+            from rich.console import Console
+
+            Console().print(table.rich(columns()))
+        else:  # names are whole, however wide the table
+            print(table.text(sys.maxsize))
+    else:
+        print(_total(checkpoint))
     return 0
 
 
@@ -63,24 +72,28 @@ def _read_all(checkpoint: Checkpoint) -> None:
             values.reshape(-1).view(np.uint8).max(initial=0) if values.flags.c_contiguous else values.tobytes()
 
 
-def _rows(checkpoint: Checkpoint) -> list[str]:
-    rows = [("name", "shape", "dtype", "bytes")]
+def _table(checkpoint: Checkpoint) -> Table:
+    rows, marked = [], []
     for name, tensor in checkpoint.tensors.items():
         if isinstance(tensor, StoredTensor):
-            shape = str(tuple(tensor.shape))
-            rows.append((printable(name), shape, tensor.dtype.name, f"{tensor.nbytes:,}"))
+            shape = ",".join(map(str, tensor.shape))
+            rows.append((printable(name), f"{short_dtype(tensor.dtype)}[{shape}]", f"{tensor.nbytes:,}"))
         else:
-            rows.append((printable(name), "", type(tensor).__name__, ""))
-    rows += [(printable(alias), f"= {printable(kept)}", "", "") for alias, kept in checkpoint.aliases.items()]
-    widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [f"{n:<{widths[0]}}  {s:<{widths[1]}}  {d:<{widths[2]}}  {b:>{widths[3]}}".rstrip() for n, s, d, b in rows]
-    return [*lines, ""]
+            marked.append(len(rows))
+            rows.append((printable(name), type(tensor).__name__, ""))
+    rows += [(printable(alias), f"= {printable(kept)}", "") for alias, kept in checkpoint.aliases.items()]
+    return Table(("name", "array", "bytes"), rows, ("bytes",), marked=marked, totals=_total(checkpoint))
 
 
 def _total(checkpoint: Checkpoint) -> str:
     tensors = [t for t in checkpoint.tensors.values() if isinstance(t, StoredTensor)]
     total = sum(t.nbytes for t in tensors)
-    return f"{printable(str(checkpoint.path), 5000)}: {checkpoint.format}, {len(tensors)} tensors, {total:,} bytes"
+    parameters = sum(math.prod(t.shape) for t in tensors)
+    title = f"{printable(str(checkpoint.path), 5000)}: {checkpoint.format}"
+    return f"{title}, {len(tensors)} tensors, {parameters:,} elements, {total:,} bytes"
+
+
+_STOPPED = 141  # as of what SIGPIPE ends, and not that of an unsound file
 
 
 def run() -> int:
@@ -93,7 +106,7 @@ def run() -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
-        return 1
+        return _STOPPED
     return status
 
 

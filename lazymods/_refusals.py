@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from lazymods._errors import LazyError, Problem, describe, one_line
 
 _NEEDED = "arrays, numbers and nnx objects, in any pytree: they are the inputs of the compiled program"
-_STATIC = "lm.jit(fn, static_argnames=...) with the parameter's name, if it is part of the program"
+_STATIC = "lm.jit(fn, static_argnames=...)  # with the parameter's name, if it is part of the program"
 
 
 class ArgumentError(LazyError, TypeError, ValueError):
@@ -95,20 +96,20 @@ def _article(name: str) -> str:
 
 
 _LINES: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (lambda v: isinstance(v, io.IOBase), "what is to be read from it, as an array"),
-    (lambda v: isinstance(v, Iterator), "list(...) of it, or next(...): an iterator can be used once"),
-    (lambda v: isinstance(v, (set, frozenset, Set, MutableSet)), "sorted(...) of it: a set has no order"),
-    (lambda v: isinstance(v, np.ma.MaskedArray), "its filled() values, and its mask as an argument of its own"),
-    (lambda v: isinstance(v, (np.ndarray, np.generic)), "an array of numbers, in the machine's byte order"),
-    (lambda v: isinstance(v, int), "jnp.asarray(...) of it with a dtype that holds it"),
-    (lambda v: type(v).__module__.partition(".")[0] == "torch", "jnp.from_dlpack(...) of it, or its numpy()"),
+    (lambda v: isinstance(v, io.IOBase), "np.frombuffer(file.read(), np.uint8)  # what it holds"),
+    (lambda v: isinstance(v, Iterator), "list(iterator)  # or next(iterator): an iterator can be used once"),
+    (lambda v: isinstance(v, (set, frozenset, Set, MutableSet)), "sorted(values)  # a set has no order"),
+    (lambda v: isinstance(v, np.ma.MaskedArray), "array.filled(0)  # and its mask as an argument of its own"),
+    (lambda v: isinstance(v, (np.ndarray, np.generic)), "array.astype(np.float32)  # in the machine's byte order"),
+    (lambda v: isinstance(v, int), "jnp.asarray(float(number))  # or another dtype that holds it"),
+    (lambda v: type(v).__module__.partition(".")[0] == "torch", "jnp.from_dlpack(tensor)  # or tensor.numpy()"),
     (
         lambda v: dataclasses.is_dataclass(v) and not isinstance(v, type),
-        "jax.tree_util.register_dataclass(...) for its class, or an nnx.Pytree for its base",
+        "jax.tree_util.register_dataclass(Class)  # for its class; or an nnx.Pytree for its base",
     ),
     (
         lambda v: _is_object(v),
-        "an nnx.Pytree for the base of its class if it holds arrays; static_argnames=... if it is part of the program",
+        "class Class(nnx.Pytree): ...  # if it holds arrays; static_argnames=... if it is part of the program",
     ),
 )
 
@@ -123,16 +124,20 @@ def _line(value: Any) -> str:
     return next((line for fits, line in _LINES if fits(value)), _STATIC)
 
 
-def refuse_array(model: Any, args: tuple[Any, ...]) -> None:
-    """Refuse an array in place of a model, as when model and input are swapped.
+def refuse_no_model(model: Any, args: tuple[Any, ...]) -> None:
+    """Refuse an array in place of a model, as when model and input are swapped, and a class in place of its object.
 
     Args:
         model: What was given as the model.
         args: What was given after it.
 
     Raises:
-        ArgumentError: If it is an array, or a spec of one.
+        ArgumentError: If it is an array, a spec of one, or a class of modules.
     """
+    if isinstance(model, type) and issubclass(model, nnx.Pytree):
+        needed = "the model: an object of the class, as its constructor makes it"
+        write = f"model = {model.__name__}(..., rngs=nnx.Rngs(0))"
+        raise ArgumentError(Problem("the model", f"the class {model.__name__}", needed, write))
     if isinstance(model, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         got = f"{describe(model)}{', then ' if args else ''}{', '.join(type(a).__name__ for a in args)}"
         needed = "the model first, then what it is called with"

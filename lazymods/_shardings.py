@@ -42,7 +42,8 @@ def mesh_for(mesh: Mesh | AbstractMesh | None, rules: Rules | None, device: Any 
         ArgumentError: If there are rules and no mesh, both a mesh and a device, or a mesh without devices.
     """
     if mesh is not None and device is not None:
-        raise _wrong("device=", "both mesh= and device=", "one of them: a mesh names its devices", "leave out device=")
+        needed = "one of them: a mesh names its devices"
+        raise _wrong("device=", "both mesh= and device=", needed, "mesh=mesh  # without device=")
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise _wrong("mesh=", f"a {type(mesh).__name__}", "a jax.sharding.Mesh", "mesh=jax.make_mesh((8,), ('data',))")
     if mesh is not None and (mesh.empty or not mesh.size):

@@ -9,6 +9,7 @@ Two thirds of the time is XLA's, so a program is compiled once in a run and read
 Each process has a folder of its own, below ``LAZYMODS_TEST_PROGRAMS`` if that is set: JAX writes to it without a lock.
 """
 
+import ast
 import atexit
 import collections
 import contextlib
@@ -18,6 +19,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "LAZYMODS_TEST_PROGRAMS" not in os.environ:  # workers are children of this process, and find it there
@@ -26,6 +28,8 @@ if "LAZYMODS_TEST_PROGRAMS" not in os.environ:  # workers are children of this p
 
 import jax
 import pytest
+
+import lazymods as lm
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -76,6 +80,29 @@ def _as_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
         if folder == "dispatch":
             stack.enter_context(jax.default_device(jax.devices("cpu")[0]))
         yield
+
+
+@pytest.fixture(autouse=True)
+def _lines_to_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever error a test meets, each line to write of it is Python, or a pip command."""
+    wrong, plain = [], lm.LazyError.__init__
+
+    def checked(self: lm.LazyError, *problems: Any, heading: str = "") -> None:
+        plain(self, *problems, heading=heading)
+        wrong.extend(p.write for p in problems if not is_pasteable(p.write))
+
+    monkeypatch.setattr(lm.LazyError, "__init__", checked)
+    yield
+    assert not wrong
+
+
+def is_pasteable(line: str) -> bool:
+    """Whether a line to write is Python or a pip command."""
+    try:
+        ast.parse("\n".join(part.strip() for part in line.splitlines()))
+    except SyntaxError:
+        return line.startswith("pip install ")
+    return True
 
 
 def sample(count: int, most: int) -> range:

@@ -15,8 +15,8 @@ from helpers import lazy_mlp, spec
 import lazymods as lm
 from lazymods._errors import PendingAttributeError, Problem, describe, describe_call, relocate, short_dtype
 
-A = Problem("a.kernel (Param)", "f32[2]", "shape (3,)", "an entry that fits")
-B = Problem("b.bias (Param)", "f32[4]", "shape (5,)", "another entry")
+A = Problem("a.kernel (Param)", "f32[2]", "shape (3,)", "lm.load(model, path)")
+B = Problem("b.bias (Param)", "f32[4]", "shape (5,)", "lm.load(model, other)")
 
 CLASSES: dict[type[lm.LazyError], type[Exception]] = {
     lm.UninitializedError: RuntimeError,
@@ -58,13 +58,13 @@ def test_problems_are_sorted_by_path() -> None:
     assert error.problems == (A, B)
     assert str(error) == (
         "nothing was loaded\n"
-        "a.kernel (Param)\n  got:    f32[2]\n  needed: shape (3,)\n  write:  an entry that fits\n"
-        "b.bias (Param)\n  got:    f32[4]\n  needed: shape (5,)\n  write:  another entry"
+        "a.kernel (Param)\n  got:    f32[2]\n  needed: shape (3,)\n  write:  lm.load(model, path)\n"
+        "b.bias (Param)\n  got:    f32[4]\n  needed: shape (5,)\n  write:  lm.load(model, other)"
     )
 
 
 def test_without_a_heading() -> None:
-    parts = ["a.kernel (Param)", "  got:    f32[2]", "  needed: shape (3,)", "  write:  an entry that fits"]
+    parts = ["a.kernel (Param)", "  got:    f32[2]", "  needed: shape (3,)", "  write:  lm.load(model, path)"]
     assert str(lm.LazyError(A)).splitlines() == parts
 
 

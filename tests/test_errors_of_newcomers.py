@@ -3,11 +3,13 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 
 import ast
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -31,6 +33,14 @@ class Scale(nnx.Module):
         return x * self.gain[...][None] * mask
 
 
+class Block(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs) -> None:
+        self.fc = lm.LazyLinear(4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.fc(x)
+
+
 class NoCall(nnx.Module):
     def __init__(self, width: int) -> None:
         self.width = width
@@ -39,30 +49,30 @@ class NoCall(nnx.Module):
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "in_features": (
         lambda: lm.LazyLinear(784, 10, rngs=nnx.Rngs(0)), lm.ConfigurationError,
-        "no in_features: it is inferred from the first input", "LazyLinear(10, rngs=nnx.Rngs(0))",
+        "no in_features: it is inferred from the first input", "lm.LazyLinear(10, rngs=nnx.Rngs(0))",
     ),
     "in_features by name": (
         lambda: lm.LazyLinear(in_features=784, out_features=10, rngs=nnx.Rngs(0)), lm.ConfigurationError,
-        "no in_features: it is inferred", "LazyLinear(10, rngs=nnx.Rngs(0))",
+        "no in_features: it is inferred", "lm.LazyLinear(10, rngs=nnx.Rngs(0))",
     ),
     "channels of a convolution": (
         lambda: lm.LazyConv(3, 16, (3, 3), padding="VALID", rngs=nnx.Rngs(0)), lm.ConfigurationError,
-        "no in_features", "LazyConv(16, (3, 3), padding='VALID', rngs=nnx.Rngs(0))",
+        "no in_features", "lm.LazyConv(16, (3, 3), padding='VALID', rngs=nnx.Rngs(0))",
     ),
     "bias=": (
         lambda: lm.LazyLinear(10, bias=False, rngs=nnx.Rngs(0)), lm.ConfigurationError,
-        "use_bias= in place of bias=", "LazyLinear(10, use_bias=False, rngs=nnx.Rngs(0))",
+        "use_bias= in place of bias=", "lm.LazyLinear(10, use_bias=False, rngs=nnx.Rngs(0))",
     ),
     "a typing error": (
         lambda: lm.LazyLinear(10, use_bais=False, rngs=nnx.Rngs(0)), lm.ConfigurationError,
-        "use_bias= in place of use_bais=", "LazyLinear(10, use_bias=False, rngs=nnx.Rngs(0))",
+        "use_bias= in place of use_bais=", "lm.LazyLinear(10, use_bias=False, rngs=nnx.Rngs(0))",
     ),
     "no rngs": (
-        lambda: lm.LazyLinear(10), lm.ConfigurationError, "rngs is required", "LazyLinear(10, rngs=nnx.Rngs(0))",
+        lambda: lm.LazyLinear(10), lm.ConfigurationError, "rngs is required", "lm.LazyLinear(10, rngs=nnx.Rngs(0))",
     ),
     "a name like no other": (
         lambda: lm.LazyLinear(10, zzz=1, rngs=nnx.Rngs(0)), lm.ConfigurationError,
-        "unexpected keyword argument 'zzz'", "LazyLinear(10, rngs=nnx.Rngs(0))",
+        "unexpected keyword argument 'zzz'", "lm.LazyLinear(10, rngs=nnx.Rngs(0))",
     ),
     "infer of nothing": (
         lambda: lm.lazy(nnx.Linear, infer=lambda: {}), lm.ConfigurationError,
@@ -83,6 +93,30 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         )
         for f in (lm.materialize, lm.infer_shapes, lm.summary)
     },
+    "materialize with a shape": (
+        lambda: lm.materialize(model(), (2, 3)), lm.ShapeInferenceError, "an array as the first argument",
+        "jax.ShapeDtypeStruct((2, 3), jnp.float32)  # in its place",
+    ),
+    "materialize without an input of a model of one's own": (
+        lambda: lm.materialize(Block(rngs=nnx.Rngs(0))), lm.ShapeInferenceError, "the arguments of a call",
+        "lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # or model(x), first",
+    ),
+    "a class": (
+        lambda: lm.materialize(Block, X), lm.ArgumentError, "the class Block",
+        "model = Block(..., rngs=nnx.Rngs(0))",
+    ),
+    **{
+        f"PyTorch's names, {f.__name__}": (
+            lambda f=f: f(Block(rngs=nnx.Rngs(0)), {"fc.weight": np.ones((4, 3), np.float32)}), lm.StateDictError,
+            "cause:  PyTorch's names, such as fc.weight",
+            'lm.load(model, source, layout="torch")  # if PyTorch wrote it',
+        )
+        for f in (lm.load, lm.load_state_dict)
+    },
+    "a suffix that nothing writes": (
+        lambda: lm.save(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), "m.h5"), lm.ArgumentError, "ends with .safetensors or .npz",
+        f"lm.save(model, {os.path.realpath('m.safetensors')!r})",
+    ),
     "an optimizer of Flax": (
         lambda: nnx.Optimizer(model(), optax.adam(1e-3), wrt=nnx.Param), lm.UninitializedError,
         "an uninitialized parameter",

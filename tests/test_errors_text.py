@@ -181,19 +181,19 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: linear().in_features,
         AttributeError,
         text("LazyLinear", "a use of .in_features", "its sizes, which are not known yet",
-             "model(x) or lm.materialize(model, x), first"),
+             "lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # or model(x), first"),
     ),
     "constructor-positional": (
         lambda: lm.LazyLinear(4, 5, rngs=nnx.Rngs(0)),  # pyright: ignore[reportCallIssue]
         lm.ConfigurationError,
         text("LazyLinear", "4, 5, rngs=Rngs (too many positional arguments)",
-             f"no in_features: it is inferred from the first input; {OPTIONS}", "LazyLinear(5, rngs=nnx.Rngs(0))"),
+             f"no in_features: it is inferred from the first input; {OPTIONS}", "lm.LazyLinear(5, rngs=nnx.Rngs(0))"),
     ),
     "constructor-no-rngs": (
         lambda: lm.LazyLinear(4),  # pyright: ignore[reportCallIssue]
         lm.ConfigurationError,
         text("LazyLinear", "4 (missing a required argument: 'rngs')", OPTIONS,
-             "LazyLinear(4, rngs=nnx.Rngs(0))"),
+             "lm.LazyLinear(4, rngs=nnx.Rngs(0))"),
     ),
     "constructor-rngs": (
         lambda: lm.LazyLinear(4, rngs=0),  # pyright: ignore[reportArgumentType]

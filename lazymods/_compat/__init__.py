@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from lazymods._compat.peeling import runs_at_once as runs_at_once
     from lazymods._compat.placing import device_put as device_put
     from lazymods._compat.placing import put as put
+    from lazymods._compat.tracebacks import hide_frames as hide_frames
     from lazymods._compat.traces import are_concrete as are_concrete
     from lazymods._compat.traces import asked_for_gradient as asked_for_gradient
     from lazymods._compat.traces import counted as counted
@@ -94,6 +95,7 @@ _FUNCTIONS = {
     "set_attributes set_class set_data_names share_data_names",
     "peeling": "base_trace base_value runs_at_once",
     "placing": "device_put put",
+    "tracebacks": "hide_frames",
     "traces": "are_concrete asked_for_gradient counted dtype_of eval_trace home_trace is_tracer plain_device "
     "threefry_dtype weak",
     "transforms": "carrying_transforms fixed_structure incarnations mapping_axes outermost transforms_running "

@@ -188,7 +188,7 @@ _APART = Problem(
     "a module with backward hooks, under jax.vmap",
     "outputs that are mapped, of inputs and parameters that are not",
     "an input, or a Variable of the module, that vmap maps: hooks run for each example",
-    "what else the module computes with, as an argument of its call",
+    "module(x, other)  # what else it computes with, as an argument of its call",
 )
 
 

@@ -72,5 +72,5 @@ def problem(feature: str, missing: object) -> Problem:
         where=feature,
         got=f"jax {jax.__version__}, flax {flax.__version__}, where {missing}",
         needed=f"a private name that is there up to {tested}, the newest versions that this lazymods was tested with",
-        write="pip install --upgrade lazymods, or " + " ".join(f"'{p}<={v}'" for p, v in TESTED.items()),
+        write="pip install --upgrade lazymods  # or " + " ".join(f"'{p}<={v}'" for p, v in TESTED.items()),
     )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymods import _compat, _memory
-from lazymods._initial import kernels, samplers, shards
+from lazymods._initial import kernels, samplers, shards, words
 from lazymods._initial.kernels import BLOCK, FEW, MANY
 from lazymods._initial.keys import Key, host_value
 from lazymods._initial.program import Constant, Drawn, Run, Unit, cast, read
@@ -88,9 +88,9 @@ class InitBatch:
         for i, request in enumerate(self.requests):
             how = self.made.get(i)
             if isinstance(how, Drawn):
-                out.append(f"{_name(request)}, kernel {numbers[how.units[0]]}")
+                out.append(f"{words.of_initializer(_init(request))}, kernel {numbers[how.units[0]]}")
             else:
-                out.append(_name(request) if how is None else f"{how.value}")
+                out.append(words.of_initializer(_init(request)) if how is None else words.of_constant(how.value))
         return out
 
     def made_whole(self) -> list[bool]:
@@ -165,12 +165,8 @@ class InitBatch:
         return jobs
 
 
-def _name(request: InitRequest | None) -> str:
-    """The name of an initializer; JAX's are functions in functions."""
-    init: Any = None if request is None else getattr(request.init, "func", request.init)
-    if _compat.is_jax_initializer(init):
-        return init.__qualname__.partition(".<locals>")[0]
-    return "" if init is None else getattr(init, "__name__", type(init).__name__)
+def _init(request: InitRequest | None) -> Any:
+    return None if request is None else request.init
 
 
 def call_in_blocks(

@@ -23,7 +23,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from lazymods import _compat, _graph
-from lazymods._errors import ConfigurationError, Problem, describe
+from lazymods._errors import ConfigurationError, Problem, describe, short_dtype
 from lazymods._graph import dotted
 from lazymods._initial.stacking import Shape
 from lazymods._layer.arguments import as_call
@@ -243,7 +243,8 @@ def _check_used(equation: Any, arrays: Mapping[Any, Any]) -> None:
         made = None if hasattr(v, "val") else arrays.get(v)
         if made is not None and made.dtype != v.aval.dtype:
             got = f"an initializer that returns {describe(made)}, from which the constructor computes a value"
-            needed, write = f"the dtype that it is asked for, {v.aval.dtype}", "value.astype(dtype) in the initializer"
+            needed = f"the dtype that it is asked for, {short_dtype(v.aval.dtype)}"
+            write = "return value.astype(dtype)  # in the initializer"
             raise ConfigurationError(Problem("a parameter", got, needed, write))
 
 

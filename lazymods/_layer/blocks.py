@@ -195,7 +195,7 @@ class _Joining:
             self._differ(path, "Variables of other metadata")
         if metadata[0].get("ref") or metadata[0].get("hijax"):
             got, needed = "a mutable array", "Variables of ordinary arrays, which can be stacked"
-            self.problems.append(Problem(dotted(path), got, needed, "ref=False for it"))
+            self.problems.append(Problem(dotted(path), got, needed, "nnx.Param(value, ref=False)  # for it"))
             return first
         raw = self._pending(raws, path) if isinstance(raws[0], PendingInit) else self._tree(raws, path)
         for variable in variables if self._used_up else ():

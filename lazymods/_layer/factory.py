@@ -94,15 +94,19 @@ def lazy(cls: type[M], *, infer: Infer) -> LazyClass[M]:
         >>> layer(jnp.ones((2, 3))).shape, layer.kernel.shape
         ((2, 5), (3, 5))
     """
-    if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
-        raise wrong_argument("lm.lazy", cls, "lazy takes an nnx.Module class", "lm.lazy(MyLayer, infer=infer)")
-    if not callable(infer):
-        needed = "infer is a function infer(config, *args, **kwargs)"
-        write = 'infer=lambda config, x: {"in_features": x.shape[-1]}'
-        raise wrong_argument("lm.lazy(..., infer=...)", infer, needed, write)
-    wrong_arguments.check_infer(cls, infer)
-    module = sys._getframe(1).f_globals.get("__name__", __name__)  # noqa: SLF001  as collections.namedtuple does
-    return make(LazyClassSpec(cls, infer), name=f"Lazy{cls.__name__}", module=module)
+    try:
+        if not (isinstance(cls, type) and issubclass(cls, nnx.Module)):
+            raise wrong_argument("lm.lazy", cls, "lazy takes an nnx.Module class", "lm.lazy(MyLayer, infer=infer)")
+        if not callable(infer):
+            needed = "infer is a function infer(config, *args, **kwargs)"
+            write = 'infer=lambda config, x: {"in_features": x.shape[-1]}'
+            raise wrong_argument("lm.lazy(..., infer=...)", infer, needed, write)
+        wrong_arguments.check_infer(cls, infer)
+        module = sys._getframe(1).f_globals.get("__name__", __name__)  # noqa: SLF001  as collections.namedtuple does
+        return make(LazyClassSpec(cls, infer), name=f"Lazy{cls.__name__}", module=module)
+    except Exception as error:
+        _compat.hide_frames(error)
+        raise
 
 
 def make(plan: LazyClassSpec, *, name: str, module: str, doc: str | None = None) -> Any:
@@ -111,7 +115,11 @@ def make(plan: LazyClassSpec, *, name: str, module: str, doc: str | None = None)
     twin = _Twin(plan, signature, rngs_name)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        _construct(self, twin, args, kwargs)
+        try:
+            _construct(self, twin, args, kwargs)
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
     def initialize_parameters(self: Any, *args: Any, **kwargs: Any) -> AbstractModule:
         """Infer the sizes from the arguments of the first call and initialize every parameter."""
@@ -397,7 +405,7 @@ def _first_that_reads(
 def _unreadable(cls: type, error: Exception) -> LazyError:
     """Make the error for a constructor that cannot be read at any size."""
     name, reason = f"Lazy{cls.__name__}", str(error).strip().partition("\n")[0]
-    by_hand = f"class {name}(lm.LazyModuleMixin, {cls.__name__}) with an initialize_parameters of its own"
+    by_hand = f"class {name}(lm.LazyModuleMixin, {cls.__name__}): ...  # with an initialize_parameters of its own"
     if isinstance(error, NOT_TRACEABLE):
         got = f"a constructor that decides on the values of arrays ({reason})"
         needed = "a constructor that can be read without values: it is traced to learn its parameters"
@@ -415,12 +423,16 @@ def _entry(plan: LazyClassSpec, name: str) -> Any:
     inherited = getattr(plan.cls, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if STATE in vars(self):
-            config = MappingProxyType(vars(self)[STATE].spec.config)
-            call_args, call_kwargs = plan.entries[name](config, *args, **kwargs)
-            with first_call.initialized(self, call_args, call_kwargs):
-                return inherited(self, *args, **kwargs)
-        return inherited(self, *args, **kwargs)
+        try:
+            if STATE in vars(self):
+                config = MappingProxyType(vars(self)[STATE].spec.config)
+                call_args, call_kwargs = plan.entries[name](config, *args, **kwargs)
+                with first_call.initialized(self, call_args, call_kwargs):
+                    return inherited(self, *args, **kwargs)
+            return inherited(self, *args, **kwargs)
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
     method.__name__, method.__qualname__, method.__doc__ = name, f"{plan.cls.__name__}.{name}", inherited.__doc__
     return method

@@ -283,7 +283,7 @@ def load_is_carried(layer: Any) -> bool:
         return False
     tags = _compat.carrying_transforms(layer)
     if tags:
-        _check_transforms(layer, tags, "a load of it", "the load before, outside of the transform")
+        _check_transforms(layer, tags, "a load of it", "lm.load(model, source)  # before, outside of the transform")
     return bool(tags)
 
 

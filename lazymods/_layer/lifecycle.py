@@ -453,7 +453,8 @@ def values_from_slots(layer: Any, stacked: Stackings | None = None) -> dict[str,
         if values is not None and (not spec.guesses or _agree(spec, values, shapes)):
             return values
     if problems:
-        needed, write = "entries that agree on every size", "arrays of one and the same layer"
+        needed = "entries that agree on every size"
+        write = "lm.load_state_dict(layer, lm.state_dict(other))  # arrays of one and the same layer"
         raise ShapeInferenceError(*(Problem(spec.name, p, needed, write) for p in problems))
     return None
 

@@ -74,13 +74,17 @@ class LazyModuleMixin(nnx.Module):  # a Module, so that the layout is that of th
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             """Initialize, then run the forward of the class that this one stands for."""
-            cls = type(self)
-            if not issubclass(cls, LazyModuleMixin):  # another thread has just initialized it
-                return self(*args, **kwargs)
-            forward: Callable[..., Any] = super(LazyModuleMixin, cls).__call__  # type: ignore[misc]
-            if STATE not in vars(self):
-                return forward(self, *args, **kwargs)
-            return first_call.first_call(self, forward, args, kwargs)
+            try:
+                cls = type(self)
+                if not issubclass(cls, LazyModuleMixin):  # another thread has just initialized it
+                    return self(*args, **kwargs)
+                forward: Callable[..., Any] = super(LazyModuleMixin, cls).__call__  # type: ignore[misc]
+                if STATE not in vars(self):
+                    return forward(self, *args, **kwargs)
+                return first_call.first_call(self, forward, args, kwargs)
+            except Exception as error:
+                _compat.hide_frames(error)
+                raise
 
     def initialize_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Materialize every parameter; runs once, with the arguments of the first call.
@@ -116,7 +120,7 @@ class LazyModuleMixin(nnx.Module):  # a Module, so that the layout is that of th
                             _graph.place(self, type(self).__name__),
                             f"a use of .{name}",
                             "its sizes, which are not known yet",
-                            "model(x) or lm.materialize(model, x), first",
+                            "lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # or model(x), first",
                         )
                     )
             own = getattr(super(), "__getattr__", None)  # the class's own
@@ -150,10 +154,14 @@ def _initializing(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if STATE in vars(self):
-            return first_call.first_call(self, method, args, kwargs)
-        output = method(self, *args, **kwargs)
-        first_call.note_success(self)
-        return output
+        try:
+            if STATE in vars(self):
+                return first_call.first_call(self, method, args, kwargs)
+            output = method(self, *args, **kwargs)
+            first_call.note_success(self)
+            return output
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
     return call

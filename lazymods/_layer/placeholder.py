@@ -97,7 +97,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
     def shape(self) -> Any:
         """The partial shape, ``(None, 10)``; refused while even the rank is unknown."""
         if self.pending.shape is None:
-            self._refuse("its shape")
+            raise self._refused("its shape")
         return self.pending.shape
 
     @property
@@ -293,7 +293,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         if isinstance(value, (Missing, PendingInit)):
             return super().copy(value, **updates)
         if not is_value(value):
-            self._refuse(f"its sharding or plan ({type(value).__name__})")
+            raise self._refused(f"its sharding or plan ({type(value).__name__})")
         updates.pop("_copy_ref", None)
         return self.target.from_metadata(value, self.get_metadata() | updates)
 
@@ -303,7 +303,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
     def set_value(self, value: Any, *, index: Any = ...) -> None:
         """Assign the whole value (``p[...] = value``): the same as ``materialize(value.shape, value)``."""
         if index is not ...:
-            self._refuse("one of its elements")
+            raise self._refused("one of its elements")
         value = jnp.asarray(value)
         self.materialize(value.shape, value)
 
@@ -311,19 +311,19 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
 
     def get_value(self, *, index: Any = None) -> NoReturn:
         """Refuse: there is no value yet."""
-        self._refuse("its value")
+        raise self._refused("its value")
 
     def __jax_array__(self) -> NoReturn:
         """Refuse: there is no value yet."""
-        self._refuse("its value")
+        raise self._refused("its value")
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: there is no value yet."""
-        self._refuse("its value")
+        raise self._refused("its value")
 
     def __iter__(self) -> Iterator[Any]:
         """Refuse: there is no value yet."""
-        self._refuse("its elements")
+        raise self._refused("its elements")
 
     def __bool__(self) -> bool:
         """Be true, as a Variable that is there: Flax's norms ask ``if self.scale``."""
@@ -339,7 +339,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
     def _full_shape(self, wanted: str) -> Shape:
         shape = self.pending.shape
         if shape is None or None in shape:
-            self._refuse(wanted)
+            raise self._refused(wanted)
         return shape  # type: ignore[return-value]
 
     def whereabouts(self) -> str:
@@ -360,8 +360,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
             needed, write = f"its sizes, which nothing infers: {why}", line_for_holder(*plain, self.pending.shape)
         return Problem(self.whereabouts(), got, needed, write)
 
-    def _refuse(self, wanted: str) -> NoReturn:
-        raise UninitializedError(self._problem(wanted, line_for_caller()))
+    def _refused(self, wanted: str) -> UninitializedError:
+        return UninitializedError(self._problem(wanted, line_for_caller()))
 
     # ------------------------------------------------------------ showing, copying, pickling
 
@@ -411,7 +411,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
 
 def _refusing(what: str) -> Callable[..., NoReturn]:
     def refuse(self: UninitializedVariable, *_: Any) -> NoReturn:
-        self._refuse(what)
+        raise self._refused(what)
 
     return refuse
 

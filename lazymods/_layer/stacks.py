@@ -245,4 +245,4 @@ def _size_together(blocks: list[Any]) -> None:
                     entry.value.materialize(other.shape)
             if _graph.is_lazy_node(layer) and not lifecycle.settle_if_filled(layer, initialize=True):
                 got, needed = "entries for some blocks, which don't tell the layer's sizes", "entries for all blocks"
-                raise LazyError(Problem(_graph.dotted(path), got, needed, "strict=True, to see what is missing"))
+                raise LazyError(Problem(_graph.dotted(path), got, needed, "strict=True  # to see what is missing"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ def refusal(
     """
     given, sizes = _by_name(cls, signature, args, kwargs)
     given, names = _renamed(given, signature, sizes)
+    called = f"lm.{name}" if hasattr(sys.modules["lazymods"], name) and _is_flax(cls) else name
     needed = f"arguments as in {name}{_short(signature)}"
     for wrong, right in names.items():
         needed = f"{right}= in place of {wrong}=; {needed}"
@@ -35,8 +37,12 @@ def refusal(
         are = "they are" if len(sizes) > 1 else "it is"
         needed = f"no {', '.join(sizes)}: {are} inferred from the first input; {needed}"
     return ConfigurationError(
-        Problem(name, f"{describe_call(args, dict(kwargs))} ({error})", needed, _call_line(name, signature, given))
+        Problem(name, f"{describe_call(args, dict(kwargs))} ({error})", needed, _call_line(called, signature, given))
     )
+
+
+def _is_flax(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("flax", "lazymods")
 
 
 def _by_name(

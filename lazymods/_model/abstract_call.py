@@ -35,12 +35,13 @@ from lazymods._graph import HOOKS, STATE, Path, dotted
 from lazymods._initial.keys import is_key
 from lazymods._initial.pending import InitSource, PendingInit
 from lazymods._layer import first_call, lifecycle, structure
+from lazymods._layer.asked import SIZE_LINE
 from lazymods._model import hooks
 from lazymods._model.call_arguments import CallArguments
 from lazymods._model.called import Called
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import TracedState
-from lazymods._refusals import refuse_array
+from lazymods._refusals import refuse_no_model
 
 INDEX = _compat.own_name("index")
 
@@ -113,7 +114,7 @@ class AbstractCall:
         run: Callable[..., Any] | None = None,
         look: Callable[[Path, Sequence[Any], Producers], None] | None = None,
     ) -> None:
-        refuse_array(model, args)
+        refuse_no_model(model, args)
         self.called = Called(model)
         self.model, self._look = self.called.model, look
         model = self.model
@@ -233,14 +234,14 @@ class AbstractCall:
             if not is_refusal:  # the model's own words, or those of a layer that was ready
                 error.add_note(f"in an abstract run of the model, at {self._where()}")
                 raise
-            raise ShapeInferenceError(
-                Problem(
-                    self._where(),
-                    describe_call(call.args, call.kwargs),
-                    f"an input that the layer takes; it says: {one_line(error)}",
-                    "lm.materialize(model, x)  # with another input",
-                )
-            ) from error
+            needed, line = f"an input that the layer takes; it says: {one_line(error)}", "lm.materialize(model, x)"
+            if not call.args and not call.kwargs:
+                needed = f"the arguments of a call, or specs of them: their shapes tell the sizes ({one_line(error)})"
+                line = SIZE_LINE
+            else:
+                line += "  # with another input"
+            got = describe_call(call.args, call.kwargs)
+            raise ShapeInferenceError(Problem(self._where(), got, needed, line)) from error
         except Exception as error:
             error.add_note(f"in an abstract run of the model, at {self._where()}")
             raise

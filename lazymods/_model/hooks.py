@@ -20,6 +20,7 @@ from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem
+from lazymods._frames import entry
 from lazymods._graph import HOOKS, REMOVED_HOOKS, STATE, hooks_of
 from lazymods._layer import first_call, lifecycle
 from lazymods._model.backward_hooks import AFTER, BEFORE, is_running, run_with_hooks
@@ -89,7 +90,7 @@ def _refuse_while_running(what: str, modules: Iterable[nnx.Module]) -> None:
         got = f"the {what} of a hook by a callback of a compiled function that has the module as an argument"
         needed = "that before the call or after it: the function gives the module back with the hooks that it had"
         name = _graph.place(module, unhooked_class(type(module)).__name__)
-        raise LazyError(Problem(name, got, needed, "the same line where the function has returned"))
+        raise LazyError(Problem(name, got, needed, "handle.remove()  # this line, where the function has returned"))
 
 
 def register(module: nnx.Module, hook: Hook, *, first: bool = False) -> RemovableHandle:
@@ -170,6 +171,7 @@ class Hooked(nnx.Module):
                     _run_post(self, hook, args, kwargs, None)
                 except Exception as second:  # the first error is the one to tell
                     error.add_note(f"an always_call hook failed as well: {second!r}")
+            _compat.hide_frames(error)
             raise
 
     def _forward(self, waiting: list[Hook], kwargs: dict[str, Any], *args: Any) -> Any:
@@ -190,7 +192,8 @@ def _run_pre(module: Any, hook: Hook, args: tuple[Any, ...], kwargs: dict[str, A
         if result is None:
             return args, kwargs
         if not (isinstance(result, tuple) and len(result) == 2):
-            raise RuntimeError(f"a forward pre-hook with kwargs returns None or (args, kwargs), got {result!r}")
+            needed = "None, or the pair of positional arguments and those by name"
+            raise wrong_argument("a forward pre-hook with kwargs", result, needed, "return args, kwargs")
         return result
     result = hook.function(module, args)
     if result is None:
@@ -230,6 +233,7 @@ def _restore(cls: type) -> Any:
 # ---------------------------------------------------------------- forward hooks (public)
 
 
+@entry
 def register_forward_pre_hook(
     module: nnx.Module, hook: Callable[..., Any], *, prepend: bool = False, with_kwargs: bool = False
 ) -> RemovableHandle:
@@ -255,6 +259,7 @@ def register_forward_pre_hook(
     return register(module, entry, first=prepend)
 
 
+@entry
 def register_forward_hook(
     module: nnx.Module,
     hook: Callable[..., Any],
@@ -286,6 +291,7 @@ def register_forward_hook(
 # ---------------------------------------------------------------- state dict hooks (public)
 
 
+@entry
 def register_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
     """Run ``hook(module, prefix, keep_vars)`` before :func:`lazymods.state_dict` collects a module's entries.
 
@@ -299,6 +305,7 @@ def register_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., Any]) -
     return register(module, Hook(next(ids), "state_dict_pre", hook))
 
 
+@entry
 def register_state_dict_post_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
     """Run ``hook(module, state_dict, prefix, local_metadata)`` after a module's entries are in the state dict.
 
@@ -312,6 +319,7 @@ def register_state_dict_post_hook(module: nnx.Module, hook: Callable[..., Any]) 
     return register(module, Hook(next(ids), "state_dict_post", hook))
 
 
+@entry
 def register_load_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
     """Run a hook before :func:`lazymods.load_state_dict` reads a module's entries.
 
@@ -328,6 +336,7 @@ def register_load_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., An
     return register(module, Hook(next(ids), "load_state_dict_pre", hook))
 
 
+@entry
 def register_load_state_dict_post_hook(module: nnx.Module, hook: Callable[..., Any]) -> RemovableHandle:
     """Run ``hook(module, incompatible_keys)`` after a load, children before parents.
 

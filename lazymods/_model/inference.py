@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem, located, relocate
+from lazymods._frames import entry
 from lazymods._graph import STATE, Path, dotted
 from lazymods._initial.keys import is_key
 from lazymods._initial.pending import PendingInit
@@ -27,11 +28,13 @@ from lazymods._model.abstract_call import AbstractCall, LayerCall
 from lazymods._model.planning import AnyMesh, Places, bring, placeholders_at, with_optimizer
 from lazymods._model.report import ShapeReport
 from lazymods._model.rows import report_of
+from lazymods._progress import telling
 from lazymods._refusals import ArgumentError
 from lazymods._shardings import Rules
 from lazymods._snapshot import Snapshot
 
 
+@entry
 def infer_shapes(
     model: nnx.Module | Callable[..., Any],
     *args: Any,
@@ -78,6 +81,7 @@ def infer_shapes(
         return report if optimizer is None else with_optimizer(report, session.finished, optimizer)
 
 
+@entry
 def materialize(
     model: nnx.Module | Callable[..., Any],
     *args: Any,
@@ -138,7 +142,7 @@ def materialize(
     if mesh is not None and _compat.home_trace(model) is not _compat.eval_trace():
         got = "a mesh, for a model that a function which is being traced has made, or has as an argument"
         needed = "a call outside of it: in a program XLA decides where things go"
-        raise ArgumentError(Problem("mesh=", got, needed, "lm.materialize(model, x, mesh=mesh) before"))
+        raise ArgumentError(Problem("mesh=", got, needed, "lm.materialize(model, x, mesh=mesh)  # before"))
     places = Places(mesh, rules, device)
     return _materialize(lambda: AbstractCall(model, args, kwargs), device, dtype, init_backend, places)
 
@@ -151,7 +155,7 @@ def _materialize(
     places: Places | None = None,
 ) -> ShapeReport:
     dtype = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
-    with lifecycle.LOCK, _no_collections():
+    with lifecycle.LOCK, _no_collections(), telling("initializing parameters"):
         session = start()
         snapshot = Snapshot(*session.roots)
         where = device if init_backend is None else jax.local_devices(backend=init_backend)[0]

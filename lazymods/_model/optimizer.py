@@ -69,12 +69,16 @@ class LazyOptimizer(nnx.Optimizer[Any]):
         Raises:
             UninitializedError: If the model still has uninitialized parameters.
         """
-        if STATE in vars(self):
-            made = _make_sized(model, self.wrt)
-            self.make_state(model)
-            if made:
-                grads = _with_zeros(model, grads, self.wrt, made)
-        return nnx.Optimizer.update(self, model, grads, **kwargs)
+        try:
+            if STATE in vars(self):
+                made = _make_sized(model, self.wrt)
+                self.make_state(model)
+                if made:
+                    grads = _with_zeros(model, grads, self.wrt, made)
+            return nnx.Optimizer.update(self, model, grads, **kwargs)
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
     def make_state(self, model: Any) -> None:
         """Make the state that the first update would make, for a model that has all its parameters.

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import html
-import itertools
-import shutil
-import sys
-import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -17,11 +12,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from lazymods import _graph
-from lazymods._errors import describe_call
+from lazymods._errors import describe_call, short_dtype
 from lazymods._graph import Path, dotted
 from lazymods._initial.pending import PartialShape
-from lazymods._layer.placeholder import show_shape
 from lazymods._model import hooks
+from lazymods._tables import Shown, Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +32,7 @@ class ParameterShape:
             where all elements are equal; '' if it has a value, or is made by ``initialize_parameters``.
         made_whole: Whether ``materialize`` makes it whole before the devices of a mesh get their parts, as its
             initializer can't be drawn in parts. ``infer_shapes`` calls no initializer of a user, and says False.
+        kind: The class of its Variable, ``Param`` or ``BatchStat``; of what none holds, ``array``.
         trained: Of an ``nnx.Param``, False if it is frozen (``lm.autograd.requires_grad_``); None of a buffer.
         sharding: Where it goes on the mesh; None without a mesh, or while an axis is unknown.
         gradient_bytes_per_device: Bytes of its gradient on a device; None unless an optimizer was given.
@@ -52,6 +48,7 @@ class ParameterShape:
     shared: bool = False
     init: str = ""
     made_whole: bool = False
+    kind: str = "array"
     trained: bool | None = None
     sharding: NamedSharding | None = None
     gradient_bytes_per_device: int | None = None
@@ -79,8 +76,9 @@ class ParameterShape:
         return bytes_on_device(self.shape, _dtype(self), self.sharding)
 
     def __str__(self) -> str:
-        """Write name, dtype and shape."""
-        return f"{self.name} {'?' if self.shape is None else show_shape(self.shape)}"
+        """Write name, dtype and shape as in a jaxpr: ``kernel f32[784,256]``."""
+        dims = "..." if self.shape is None else ",".join("?" if size is None else str(size) for size in self.shape)
+        return f"{self.name} {short_dtype(_dtype(self))}[{dims}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +137,7 @@ class LayerRow:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ShapeReport:
+class ShapeReport(Shown):
     """The shapes of a model.
 
     Attributes:
@@ -228,7 +226,7 @@ class ShapeReport:
             "path": lambda row: row.path or "(model)",
             "layer": lambda row: f"{row.layer} (lazy)" if row.lazy else row.layer,
             "input -> output": _show_call,
-            "parameters": lambda row: "\n".join(f"{p} {_dtype(p)}" for p in row.parameters),
+            "parameters": lambda row: "\n".join(map(str, row.parameters)),
             "count": lambda row: "?" if row.size is None else f"{row.size:,}",
             "bytes": lambda row: _bytes(row.nbytes),
         }
@@ -257,9 +255,9 @@ class ShapeReport:
             parts.append(self._on_a_device())
         if any(p.trained is False for row in self.rows for p in row.parameters):
             parts.append(f"{self.trained_parameters:,} trained, {self.frozen_parameters:,} frozen")
-        buffers = sum(p.size or 0 for p in self._each_once() if p.trained is None)
-        if buffers:
-            parts.append(f"{buffers:,} of them in buffers")
+        kinds = {kind: found for kind, found in self.by_kind.items() if found[0]}
+        if kinds.keys() - {"Param"}:
+            parts.append(" + ".join(f"{kind} {size:,} ({_bytes(nbytes)})" for kind, (size, nbytes) in kinds.items()))
         if self.flops is not None:
             parts.append(f"{self.flops:,.0f} FLOPs")
         if verbose and self.kernels:
@@ -269,6 +267,15 @@ class ShapeReport:
         if self.unreached:
             parts.append(f"not reached, still lazy: {', '.join(self.unreached)}")
         return "; ".join(parts)
+
+    @property
+    def by_kind(self) -> dict[str, tuple[int, int]]:
+        """The number of elements and of bytes of each kind of Variable, of those whose shape is known."""
+        found: dict[str, tuple[int, int]] = {"Param": (0, 0)}  # first
+        for p in self._each_once():
+            size, nbytes = found.get(p.kind, (0, 0))
+            found[p.kind] = size + (p.size or 0), nbytes + (p.nbytes or 0)
+        return found
 
     def _on_a_device(self) -> str:
         """Say how many bytes a device needs, and for what."""
@@ -287,40 +294,28 @@ class ShapeReport:
         Args:
             verbose: As for :meth:`cells`.
         """
+        return self._table(verbose=verbose).text()
+
+    def _table(self, *, verbose: bool = False) -> Table:
         heads, rows = self.cells(verbose=verbose)
-        widths = [max([len(head), *(_width(row[i]) for row in rows)]) for i, head in enumerate(heads)]
-        room = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
-        for i, head in enumerate(heads):
-            if head in _FOLDED:  # between words
-                least = max([_FOLDED[head], *(len(word) for row in rows for word in row[i].split())])
-                too_wide = sum(widths) + 2 * (len(widths) - 1) - room
-                widths[i] = min(widths[i], max(least, widths[i] - max(too_wide, 0)))
-        lines = [line for cells in (heads, *rows) for line in _lines(heads, cells, widths)]
-        return "\n".join([*lines, self.footer(verbose=verbose)])
+        marked = [number for number, row in enumerate(self.rows) if row.lazy]
+        legend = [_LEGEND] if self._has_inner_flops() else []
+        totals = self.footer(verbose=verbose)
+        return Table(heads, rows, _NUMBERS, _FOLDED, _TOGETHER, marked, totals=totals, after=legend)
 
-    def __str__(self) -> str:
-        """Show the table as text."""
-        return self.table()
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        heads, rows = self.cells()
-        sides = [' style="text-align: right"' if head in _NUMBERS else ' style="text-align: left"' for head in heads]
-        head = "".join(f"<th{side}>{html.escape(h)}</th>" for h, side in zip(heads, sides, strict=True))
-        body = "".join(
-            "<tr>"
-            + "".join(
-                f"<td{side}>{html.escape(c).replace(chr(10), '<br>')}</td>" for c, side in zip(row, sides, strict=True)
-            )
-            + "</tr>"
-            for row in rows
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{html.escape(self.footer())}</p>"
+    def _has_inner_flops(self) -> bool:
+        """Whether the operations of a row are also in those of another one."""
+        counted = [row.path for row in self.rows if row.flops is not None]
+        return any(a != b and (not a or b.startswith(f"{a}.")) for a in counted for b in counted)
 
 
+_LEGEND = "count and bytes are a layer's own; FLOPs are of one call, with the layers inside of it"
 _NUMBERS = ("count", "bytes", "on a device", "gradients", "optimizer", "FLOPs")
-_FOLDED = {"input -> output": 20, "inferred": 12}  # columns that may be folded, to how many characters
+_TOGETHER = ("parameters", "sharding", "init")
+_FOLDED = (  # columns that may be folded, in this order, and to how many characters
+    *(("input -> output", 20), ("inferred", 12), ("init", 22), ("path", 22), ("layer", 12), ("parameters", 20)),
+    *(("sharding", 12), ("path", 8), ("input -> output", 12), ("parameters", 8), ("init", 10)),
+)
 
 
 def bytes_on_device(shape: tuple[Any, ...], dtype: Any, sharding: NamedSharding | None) -> int:
@@ -345,21 +340,6 @@ def _show_place(parameter: ParameterShape) -> str:
 def show_spec(spec: PartitionSpec) -> str:
     """Write a spec as it is written in a program: ``P('data', None)``."""
     return f"P({', '.join(repr(part) for part in spec)})"
-
-
-def _lines(heads: Sequence[str], cells: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """Write the cells of a row under each other's heads, in as many lines as the highest has."""
-    folded = [
-        [part for line in cell.split("\n") for part in textwrap.wrap(line, width, break_long_words=False) or [""]]
-        for cell, width in zip(cells, widths, strict=True)
-    ]
-    for parts in itertools.zip_longest(*folded, fillvalue=""):
-        columns = zip(heads, parts, widths, strict=True)
-        yield "  ".join(p.rjust(w) if head in _NUMBERS else p.ljust(w) for head, p, w in columns).rstrip()
-
-
-def _width(cell: str) -> int:
-    return max(len(line) for line in cell.split("\n"))
 
 
 def _dtype(parameter: ParameterShape) -> Any:

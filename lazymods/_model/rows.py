@@ -136,11 +136,18 @@ def _own_parameters(node: Any, at: Path, seen: dict[int, str]) -> Iterator[Param
             yield dataclasses.replace(
                 _shape_of(entry.name, value),
                 shared=id(value) in seen,
+                kind=_kind(value),
                 trained=_graph.is_trained(value) if isinstance(value, nnx.Param) else None,
                 metadata=value.get_metadata() if is_variable else None if stays(value) else {},
                 first_name=seen.get(id(value), name) if is_variable else name,
             )
             seen.setdefault(id(value), name)
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, nnx.Variable):
+        return "array"
+    return (value.target if _graph.is_placeholder(value) else type(value)).__name__
 
 
 def stays(array: Any) -> bool:

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from lazymods._frames import entry
 from lazymods._graph import Path, dotted
 from lazymods._layer import first_call, lifecycle
 from lazymods._model.abstract_call import AbstractCall
@@ -24,6 +25,7 @@ from lazymods._objects.traced_state import TracedState, held_by, input_of, with_
 from lazymods._shardings import Rules
 
 
+@entry
 def summary(
     model: nnx.Module | Callable[..., Any],
     *args: Any,

@@ -12,11 +12,13 @@ from flax import nnx
 
 from lazymods import _graph
 from lazymods._errors import Problem, describe
+from lazymods._frames import entry
 from lazymods._refusals import ArgumentError
 
 Target = TypeVar("Target", bound=nnx.Pytree | nnx.Param[Any])
 
 
+@entry
 def requires_grad_(target: Target, flag: bool = True) -> Target:
     """Say whether parameters are trained, in place.
 
@@ -63,7 +65,7 @@ def requires_grad_(target: Target, flag: bool = True) -> Target:
 
 def _not_a_module(target: Any) -> Problem:
     needed = "an nnx.Module, or an nnx.Param of one: other values are never trained"
-    write = "lm.autograd.requires_grad_(model, False), or of a part: model.layers[0], model.layers[0].kernel"
+    write = "lm.autograd.requires_grad_(model, False)  # or a part: model.layers[0], model.layers[0].kernel"
     return Problem("lm.autograd.requires_grad_", describe(target), needed, write)
 
 

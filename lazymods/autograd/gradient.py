@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lazymods import _compat
+from lazymods._frames import entry
 from lazymods._refusals import refuse_uncallable
 from lazymods.autograd import variable_hooks
 from lazymods.autograd.freezing import trainable
@@ -22,6 +23,7 @@ from lazymods.autograd.unreached import completed
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
 
 
+@entry
 def grad(
     fn: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False, conjugate: bool = False
 ) -> Callable[..., Any]:
@@ -64,20 +66,25 @@ def grad(
 
     @functools.wraps(fn)
     def gradient(*args: Any, **kwargs: Any) -> Any:
-        with _alone():
-            refuse_arguments(where, argnums, args, kwargs)
-            out = of_fn(*args, **kwargs)
-            found, *aux = out if has_aux else (out,)
-            if conjugate:
-                found = _conjugated(found)
-            hooked = _hooked(fn, argnums, args, kwargs, found)
-        variable_hooks.run(hooked)
-        found = completed(where, found)
-        return (found, *aux) if has_aux else found
+        try:
+            with _alone():
+                refuse_arguments(where, argnums, args, kwargs)
+                out = of_fn(*args, **kwargs)
+                found, *aux = out if has_aux else (out,)
+                if conjugate:
+                    found = _conjugated(found)
+                hooked = _hooked(fn, argnums, args, kwargs, found)
+            variable_hooks.run(hooked)
+            found = completed(where, found)
+            return (found, *aux) if has_aux else found
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
     return gradient
 
 
+@entry
 def value_and_grad(
     fn: Callable[..., Any], argnums: Argnums = 0, *, has_aux: bool = False, conjugate: bool = False
 ) -> Callable[..., Any]:
@@ -111,14 +118,18 @@ def value_and_grad(
 
     @functools.wraps(fn)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
-        with _alone():
-            refuse_arguments(where, argnums, args, kwargs)
-            value, found = of_fn(*args, **kwargs)
-            if conjugate:
-                found = _conjugated(found)
-            hooked = _hooked(fn, argnums, args, kwargs, found)
-        variable_hooks.run(hooked)
-        return value, completed(where, found)
+        try:
+            with _alone():
+                refuse_arguments(where, argnums, args, kwargs)
+                value, found = of_fn(*args, **kwargs)
+                if conjugate:
+                    found = _conjugated(found)
+                hooked = _hooked(fn, argnums, args, kwargs, found)
+            variable_hooks.run(hooked)
+            return value, completed(where, found)
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
     return value_and_gradient
 

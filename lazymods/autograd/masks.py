@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymods._errors import Problem, describe
+from lazymods._frames import entry
 from lazymods._refusals import ArgumentError, refuse_uncallable
 
 _NUMBERS = (bool, int, float, complex)
 
 
+@entry
 def safe_where(mask: Any, fn: Callable[..., Any], *args: Any, fill: Any = 0.0) -> Any:
     """Return ``jnp.where(mask, fn(*args), fill)``, with finite derivatives of every order where ``fn`` has none.
 
@@ -68,7 +70,7 @@ def safe_where(mask: Any, fn: Callable[..., Any], *args: Any, fill: Any = 0.0) -
             raise ArgumentError(_not_elementwise(result, shape))
         if _is_key(result) != _is_key(fill):
             needed = f"what jnp.where takes beside {describe(result)}, which fn returned"
-            raise ArgumentError(Problem(f"{_WHERE}: fill", describe(fill), needed, "fill=..., a key for keys only"))
+            raise ArgumentError(Problem(f"{_WHERE}: fill", describe(fill), needed, "fill=...  # a key for keys only"))
         return jnp.where(mask, result, fill)
 
     return jax.tree.map(filled, fn(*jax.tree.unflatten(tree, given)))
@@ -86,7 +88,7 @@ def _refuse_other_kinds(mask: Any, args: tuple[Any, ...], fill: Any) -> None:
     wrong = [] if _is_array(mask) and not _is_key(mask) else [("mask", mask, "safe_where(x > 0, jnp.log, x)")]
     for path, leaf in jax.tree_util.tree_leaves_with_path(args):
         if not _is_array(leaf):
-            line = "lambda x: fn(x, option), for what is an option of fn and no array"
+            line = "lambda x: fn(x, option)  # for what is an option of fn and no array"
             wrong.append((f"argument {jax.tree_util.keystr(path)}", leaf, line))
     if not _is_array(fill):
         wrong.append(("fill", fill, "fill=0.0"))
@@ -122,7 +124,7 @@ def _common_shape(mask: Any, arrays: Collection[Any], fill: Any) -> tuple[int, .
         shapes = [describe(jnp.asarray(x)) for x in (mask, *arrays, fill)]
         got = f"a mask {shapes[0]}, arguments {', '.join(shapes[1:-1]) or 'without arrays'}, and fill {shapes[-1]}"
         needed = "shapes that broadcast with each other: one element of each for one of the result"
-        line = "mask[:, None] for a mask of rows; arrays of another shape in a closure: lambda x: x @ w"
+        line = "mask[:, None]  # for a mask of rows; arrays of another shape in a closure: lambda x: x @ w"
         raise ArgumentError(Problem(_WHERE, got, needed, line)) from None
     return shape
 
@@ -174,5 +176,5 @@ def _only(first: jax.Array, value: jax.Array) -> jax.Array:
 
 def _not_elementwise(result: Any, shape: tuple[Any, ...]) -> Problem:
     needed = f"an array of the shape {shape}, to which the mask and the arguments broadcast: one element for each"
-    write = "a function that works element by element, such as jnp.log; reduce what safe_where returns"
+    write = "lm.autograd.safe_where(mask, jnp.log, x).sum()  # fn element by element; its result is reduced"
     return Problem(f"{_WHERE}: what fn returned", describe(result), needed, write)

@@ -61,7 +61,7 @@ class GradMode:
         """
         if inspect.isclass(fn):
             needed = "a function: of a class it would be the construction that runs in the mode"
-            write = f"@{self!r} above the methods that are to run in it"
+            write = f"with {self!r}: model(x)  # or as a decorator of the methods that are to run in it"
             raise ArgumentError(Problem(repr(self), f"the class {fn.__name__}", needed, write))
         refuse_uncallable(repr(self), fn)
         around = next((wrap for is_kind, wrap in _KINDS if is_kind(fn)), _around_function)
@@ -74,8 +74,12 @@ class GradMode:
 
 def _around_function(mode: GradMode, fn: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with mode:
-            return fn(*args, **kwargs)
+        try:
+            with mode:
+                return fn(*args, **kwargs)
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
     return wrapped
 

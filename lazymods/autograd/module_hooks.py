@@ -8,11 +8,13 @@ from typing import Any
 from flax import nnx
 
 from lazymods._errors import Problem
+from lazymods._frames import entry
 from lazymods._model.backward_hooks import AFTER, BEFORE
 from lazymods._model.hooks import Hook, RemovableHandle, ids, register
 from lazymods._refusals import ArgumentError, refuse_uncallable
 
 
+@entry
 def register_full_backward_hook(
     module: nnx.Module, hook: Callable[..., Any], *, prepend: bool = False
 ) -> RemovableHandle:
@@ -52,6 +54,7 @@ def register_full_backward_hook(
     return _register("register_full_backward_hook", module, Hook(next(ids), AFTER, hook), prepend)
 
 
+@entry
 def register_full_backward_pre_hook(
     module: nnx.Module, hook: Callable[..., Any], *, prepend: bool = False
 ) -> RemovableHandle:
@@ -79,7 +82,7 @@ def _register(name: str, module: nnx.Module, hook: Hook, first: bool) -> Removab
     where = f"lm.autograd.{name}"
     if not isinstance(module, nnx.Module):
         needed = "an nnx.Module: the hook runs in the backward pass of its calls"
-        write = f"{where}(model.layer, fn), or lm.autograd.register_hook(variable, fn) for a Variable"
+        write = f"{where}(model.layer, fn)  # for a Variable, lm.autograd.register_hook(variable, fn)"
         raise ArgumentError(Problem(where, type(module).__name__, needed, write))
     refuse_uncallable(where, hook.function)
     return register(module, hook, first=first)

@@ -32,13 +32,13 @@ def refuse_argnums(where: str, argnums: Any) -> None:
     wrong = [a for a in places if not isinstance(a, (int, nnx.DiffState))] or ([] if places else [argnums])
     if wrong:
         needed = "the number of an argument, from 0, an nnx.DiffState, or a tuple of these"
-        write = "argnums=0, argnums=(0, 1), or argnums=nnx.DiffState(0, nnx.Param)"
+        write = "argnums=0  # or argnums=(0, 1), or argnums=nnx.DiffState(0, nnx.Param)"
         raise ArgumentError(Problem(f"{where}: argnums", describe(wrong[0]), needed, write))
     numbers = [a.argnum if isinstance(a, nnx.DiffState) else a for a in places]
     twice = next((number for number in numbers if numbers.count(number) > 1), None)
     if twice is not None:
         got, needed = f"{argnums!r}, with {twice} twice", "each argument once"
-        raise ArgumentError(Problem(f"{where}: argnums", got, needed, "argnums=0, or argnums=(0, 1)"))
+        raise ArgumentError(Problem(f"{where}: argnums", got, needed, "argnums=0  # or argnums=(0, 1)"))
 
 
 def refuse_arguments(where: str, argnums: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ def refuse_arguments(where: str, argnums: Any, args: Sequence[Any], kwargs: dict
             problems += _reasons_against(f"{where}: argument {number}", args[number], selected)
         elif not kwargs:
             needed = f"a number below {len(args)}, the number of arguments"
-            problems.append(Problem(f"{where}: argnums", describe(number), needed, "argnums=0, for the first one"))
+            problems.append(Problem(f"{where}: argnums", describe(number), needed, "argnums=0  # for the first one"))
     if problems:
         raise ArgumentError(*problems)
 
@@ -94,7 +94,7 @@ def _nothing_selected(where: str, argument: Any, selects: Callable[[Any, Any], b
 
 def _frozen(where: str, got: str) -> Problem:
     needed = "a parameter that is trained: those that are frozen have no gradient"
-    write = "lm.autograd.requires_grad_(model) before, or argnums=nnx.DiffState(0, nnx.Param) for all the same"
+    write = "lm.autograd.requires_grad_(model)  # before; or argnums=nnx.DiffState(0, nnx.Param) for all the same"
     return Problem(where, got, needed, write)
 
 
@@ -102,7 +102,7 @@ def _no_number(where: str, value: Any) -> Iterator[Problem]:
     raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value
     if not _graph.is_placeholder(value) and not _is_inexact(raw):
         needed = "real or complex numbers: nothing else has a derivative"
-        write = "x.astype(jnp.float32) where it is made, or another argnums"
+        write = "x.astype(jnp.float32)  # where it is made; or another argnums"
         yield Problem(where, describe(value), needed, write)
 
 
@@ -138,7 +138,7 @@ def returning_scalar(where: str, fn: Callable[..., Any], has_aux: bool) -> Calla
         if not hasattr(value, "dtype") and not isinstance(value, (bool, int, float, complex, type(None))):
             needed, write = "one real number: its gradient is what is asked for", "return loss"
             if isinstance(value, (tuple, list)) and not has_aux:
-                write += ", or has_aux=True for the pair of it and what else there is"
+                write += "  # or has_aux=True, for the pair of it and what else there is"
             raise ArgumentError(Problem(f"{where}: what fn returned", describe(value), needed, write))
         if np.shape(known) != () or jnp.iscomplexobj(value) or not _is_inexact(value):
             needed = "one real number: its gradient is what is asked for"
@@ -152,5 +152,5 @@ def _line(value: Any) -> str:
     if value is None:
         return "return loss"
     if np.shape(value) != ():
-        return "loss.mean(), or loss.sum()"
-    return "loss.real, or jnp.abs(loss)" if jnp.iscomplexobj(value) else "loss.astype(jnp.float32)"
+        return "loss.mean()  # or loss.sum()"
+    return "loss.real  # or jnp.abs(loss)" if jnp.iscomplexobj(value) else "loss.astype(jnp.float32)"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import io
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +22,12 @@ from jax.extend.core import Literal
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem, describe
+from lazymods._frames import entry
 from lazymods._graph import dotted
 from lazymods._model import hooks
 from lazymods._model.abstract_call import AbstractCall
 from lazymods._refusals import refuse_uncallable
+from lazymods._tables import Shown, Table
 from lazymods.autograd.freezing import trainable
 
 _WHERE = "lm.autograd.saved_bytes"
@@ -61,8 +62,8 @@ class SavedArray:
         return _ARGUMENT if self.is_argument else self.layer
 
 
-@dataclasses.dataclass(frozen=True)
-class SavedReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class SavedReport(Shown):
     """What is kept between forward and backward; it prints as a table of layers.
 
     Attributes:
@@ -94,26 +95,13 @@ class SavedReport:
             found[row.group] = found.get(row.group, 0) + row.nbytes
         return found
 
-    def __str__(self) -> str:
-        """Show the table as text."""
-        from rich.console import Console
-        from rich.table import Table
-
-        cells = [("layer", "arrays", "bytes", "largest"), *map(self._cells, self.by_layer)]
-        table = Table(box=None, pad_edge=False)
-        for head in cells[0]:
-            table.add_column(head, justify="right" if head in ("arrays", "bytes") else "left", no_wrap=True)
-        for row in cells[1:]:
-            table.add_row(*row)
-        text = io.StringIO()
-        width = sum([max([len(row[i]) for row in cells]) + 2 for i in range(4)])
-        Console(file=text, width=max(width, 40), markup=False, emoji=False, highlight=False).print(table)
+    def _table(self) -> Table:
+        heads = ("layer", "arrays", "bytes", "largest")
         parts = [f"total: {self.total:,} bytes in {len(self.rows)} arrays"]
         parts += [f"{self.of_arguments:,} of them arguments and parameters"] if self.of_arguments else []
         parts += [f"{self.on_host:,} of them on the host"] if self.on_host else []
-        return text.getvalue() + ", ".join(parts)
-
-    __repr__ = __str__
+        rows = [self._cells(layer) for layer in self.by_layer]
+        return Table(heads, rows, ("arrays", "bytes"), (("largest", 20), ("layer", 20)), totals="; ".join(parts))
 
     def _cells(self, layer: str) -> tuple[str, str, str, str]:
         rows = [row for row in self.rows if row.group == layer]
@@ -122,6 +110,7 @@ class SavedReport:
         return name, str(len(rows)), f"{self.by_layer[layer]:,}", f"{largest.array} {largest.source}"
 
 
+@entry
 def saved_bytes(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedReport:
     """Find what a function keeps between forward and backward, by layer; nothing is computed and nothing changes.
 
@@ -331,4 +320,4 @@ def _source(equation: Any) -> str:
 
 def _nothing(got: str) -> Problem:
     needed = "a function that floats go into and come out of: what it keeps is for its gradient"
-    return Problem(_WHERE, got, needed, f"{_WHERE}(loss, model, x), with a loss that returns a float")
+    return Problem(_WHERE, got, needed, f"{_WHERE}(loss, model, x)  # with a loss that returns a float")

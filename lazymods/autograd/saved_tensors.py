@@ -22,6 +22,7 @@ from flax import nnx
 
 from lazymods import _compat
 from lazymods._errors import LazyError, Problem, describe
+from lazymods._frames import entry
 from lazymods._refusals import ArgumentError, refuse_uncallable
 
 _HOOKS = "lm.autograd.saved_tensors_hooks"
@@ -79,7 +80,7 @@ class _Saving:
         value = _called("unpack", self._unpack(aval), jax.tree.unflatten(tree, kept))
         if describe(value) != describe(aval) or not isinstance(value, (jax.Array, np.ndarray, np.generic)):
             needed = f"{describe(aval)}, as what pack got: the backward pass goes on with it"
-            line = "unpack that undoes what pack does, shape and dtype too: lambda kept: kept.astype(jnp.float32)"
+            line = "lambda kept: kept.astype(jnp.float32)  # unpack undoes what pack does, shape and dtype too"
             raise LazyError(Problem(f"{_HOOKS}, unpack", describe(value), needed, line))
         return value
 
@@ -89,7 +90,7 @@ class _Saving:
                 f"{_HOOKS}, pack",
                 f"{describe(kept)} for {describe(residual)}, in a second derivative",
                 "floats for floats, as the derivative of the gradient goes through pack and unpack",
-                "with the block around what is differentiated once, or a pack that gives floats",
+                "lambda a: a.astype(jnp.bfloat16)  # pack gives floats; or differentiate once inside of the block",
             )
         )
 
@@ -116,16 +117,18 @@ def _called(name: str, hook: Callable[..., Any], value: Any) -> Any:
         reason = error
     got = "a hook that closes over a value of the function that is differentiated"
     needed = "one of what it gets alone: it is run where the function is transformed, outside of it"
-    line = "what unpack needs as part of what pack returns: lambda a: (a / a.max(), a.max())"
+    line = "lambda a: (a / a.max(), a.max())  # pack returns all that unpack needs"
     raise LazyError(Problem(f"{_HOOKS}, {name}", got, needed, line)) from reason
 
 
 def _no_array(residual: Any, leaf: Any) -> Problem:
     got = f"{leaf!r} for {describe(residual)}" if isinstance(leaf, str) else f"{type(leaf).__name__}"
     needed = "a pytree of arrays: what is kept is part of the program"
-    return Problem(f"{_HOOKS}, pack", got, needed, "what is to be kept as an array, or as a tuple or dict of arrays")
+    line = "lambda a: (a, a.max())  # pack returns an array, or a tuple or dict of arrays"
+    return Problem(f"{_HOOKS}, pack", got, needed, line)
 
 
+@entry
 def saved_tensors_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> Block:
     """Keep what a block needs for its backward pass in another form.
 
@@ -200,6 +203,7 @@ def save_on_cpu() -> Block:
     return Block(pack, lambda _: unpack)
 
 
+@entry
 def save_as(dtype: Any) -> Block:
     """Keep the floats that a block needs for its backward pass in a narrower dtype, such as ``jnp.bfloat16``.
 
@@ -245,6 +249,7 @@ def _bytes(array: Any) -> int:
     return array.dtype.itemsize
 
 
+@entry
 def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Keep nothing of a function for the backward pass but its arguments, and run it again there.
 
@@ -284,17 +289,21 @@ def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten(((*first, *args), kwargs), is_leaf=_is_object)
-        moving = {i: x for i, x in enumerate(leaves) if _is_object(x) or isinstance(x, (jax.Array, np.ndarray))}
+        try:
+            leaves, tree = jax.tree.flatten(((*first, *args), kwargs), is_leaf=_is_object)
+            moving = {i: x for i, x in enumerate(leaves) if _is_object(x) or isinstance(x, (jax.Array, np.ndarray))}
 
-        def run(moving: dict[int, Any]) -> Any:
-            args, kwargs = jax.tree.unflatten(tree, [moving.get(i, x) for i, x in enumerate(leaves)])
-            return call(*args, **kwargs)
+            def run(moving: dict[int, Any]) -> Any:
+                args, kwargs = jax.tree.unflatten(tree, [moving.get(i, x) for i, x in enumerate(leaves)])
+                return call(*args, **kwargs)
 
-        objects = [x for x in moving.values() if _is_object(x)]
-        if all(_compat.birth_trace(x) is _compat.current_home() for x in objects):
-            return nnx.remat(run)(moving)
-        return _of_objects_outside(run, moving)
+            objects = [x for x in moving.values() if _is_object(x)]
+            if all(_compat.birth_trace(x) is _compat.current_home() for x in objects):
+                return nnx.remat(run)(moving)
+            return _of_objects_outside(run, moving)
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
     return recomputed
 
@@ -318,7 +327,7 @@ def _of_objects_outside(run: Callable[[dict[int, Any]], Any], moving: dict[int, 
         if after != graph or any(new is not old for new, old in same):
             got = "a function that changes an nnx object which is no argument of the transform around"
             needed = "a function that reads it: what is computed in a transform can't be stored outside of it"
-            write = "the model as an argument of nnx.grad, nnx.jit or the like, and this call inside"
+            write = "nnx.grad(loss)(model, x)  # the model as an argument, and this call inside of loss"
             raise LazyError(Problem("lm.autograd.recompute", got, needed, write))
         return out
 

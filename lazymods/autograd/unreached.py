@@ -46,6 +46,6 @@ def _without_sizes(where: str, name: str) -> Problem:
         f"{where}: {name}",
         "a lazy parameter that the function does not reach, so that its shape is not known",
         "a shape: the gradient by what is not reached is zeros of it",
-        "layer(x) once or lm.materialize(layer, x) before; or remove the layer, or freeze it: "
+        "lm.materialize(layer, x)  # before; or remove the layer; or freeze it: "
         "lm.autograd.requires_grad_(layer, False)",
     )

@@ -22,6 +22,7 @@ from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem, UninitializedError, describe, located
+from lazymods._frames import entry
 from lazymods._model.hooks import RemovableHandle
 from lazymods._refusals import ArgumentError, refuse_uncallable
 
@@ -75,6 +76,7 @@ class VariableHookHandle(RemovableHandle):
                     _set_hooks(target, left)
 
 
+@entry
 def register_hook(variable: nnx.Variable[Any], fn: Callable[[Any], Any]) -> RemovableHandle:
     """Run a function on the gradient of a Variable, each time that ``grad`` or ``value_and_grad`` finds it.
 
@@ -110,6 +112,7 @@ def register_hook(variable: nnx.Variable[Any], fn: Callable[[Any], Any]) -> Remo
     return _register("register_hook", variable, fn, last=False)
 
 
+@entry
 def register_post_accumulate_grad_hook(
     variable: nnx.Variable[Any], fn: Callable[[nnx.Variable[Any], Any], None]
 ) -> RemovableHandle:
@@ -142,7 +145,7 @@ def _register(name: str, variable: Any, fn: Any, *, last: bool) -> RemovableHand
     where = f"lm.autograd.{name}"
     if not isinstance(variable, nnx.Variable):
         needed = "an nnx.Variable, such as a parameter: a hook runs on its gradient"
-        write = f"{where}(model.kernel, fn), or lm.autograd.register_full_backward_hook(module, fn) for a module"
+        write = f"{where}(model.kernel, fn)  # for a module, lm.autograd.register_full_backward_hook(module, fn)"
         raise ArgumentError(Problem(where, f"{type(variable).__name__}", needed, write))
     refuse_uncallable(where, fn)
     hook = GradientHook(next(_ids), fn, last)
@@ -203,7 +206,7 @@ def run(found: Sequence[Hooked]) -> None:
 _NO_VALUE = (
     "no value, and a hook that waits for its gradient",
     "a value: what has none has no gradient, and the hook would never run",
-    "lm.materialize(model, x) before, or handle.remove() for a layer that is not used",
+    "lm.materialize(model, x)  # before; or handle.remove(), for a layer that is not used",
 )
 
 
@@ -230,7 +233,7 @@ def _run_of_one(where: str, variable: Any, gradient: Any, hooks: tuple[GradientH
         if result is not None:
             got = f"{describe(result)}, returned by the post-accumulate hook {hook!r}"
             needed = "None: the gradient is final then, and what a hook returns would be lost"
-            write = "lm.autograd.register_hook(variable, fn) for a hook that replaces the gradient"
+            write = "lm.autograd.register_hook(variable, fn)  # for a hook that replaces the gradient"
             raise LazyError(Problem(where, got, needed, write))
 
 

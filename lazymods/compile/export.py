@@ -8,12 +8,14 @@ from typing import Any
 import jax
 
 from lazymods._errors import LazyError, Problem
+from lazymods._frames import entry
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods.compile.lowering import staged
 from lazymods.compile.replay import result_of
 from lazymods.compile.stages import Staged
 
 
+@entry
 def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), **kwargs: Any) -> bytes:
     """Serialize a function or module with its state, for any number of platforms.
 
@@ -55,7 +57,7 @@ def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), *
                 name,
                 "a function that returns an nnx object",
                 "a function of arrays that returns arrays: an artifact holds no Python objects",
-                "return nnx.state(module), or the arrays themselves",
+                "return nnx.to_pure_dict(nnx.state(module))  # or the arrays themselves",
             )
         )
     record, state = program.record, leaves[inputs:]

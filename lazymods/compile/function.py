@@ -30,6 +30,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import jax
 from flax.errors import TraceContextError
 
+from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
 from lazymods._counts import COUNTS
 from lazymods._errors import NOT_TRACEABLE, UninitializedError
@@ -38,6 +39,7 @@ from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import Reads, held_by
 from lazymods._objects.within import holds_tracer
 from lazymods._program_cache import Cache, CacheInfo
+from lazymods._progress import telling
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
 from lazymods.compile.before import all_or_nothing
@@ -154,49 +156,53 @@ class JitFunction(Staged, Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:  # noqa: C901  one frame: another costs as much as five lines
         """Call the function, compiled."""
-        fast = self._fast
-        if fast is None or _TRACE.value is not _EVAL or _FLAX.tmp_static_cache is not None:
-            return self._call(args, kwargs)
-        given = (*args, *kwargs.values()) if kwargs else args
-        if [*map(type, given)] != fast.types or ((kwargs or fast.keywords) and tuple(kwargs) != fast.keywords):
-            return self._call(args, kwargs)
-        values = [*given[fast.arrays]] if type(fast.arrays) is slice else fast.gather(given)
-        if values is None or (fast.signature is not None and [*map(kind_of_input, values)] != fast.signature):
-            return self._call(args, kwargs)
-        places: Any = ()
-        if fast.capture_check is not None:
-            found = fast.capture_check.look()
-            if found is None:
-                return self._call(args, kwargs)
-            models, places = found
-            given += models
-        variables: Any = None
-        for number, kept in fast.roots:
-            graph, root = kept(), given[number]
-            if graph is None or graph.root() is not root:
-                return self._call(args, kwargs)
-            held = graph.read(root)
-            if held is None:
-                return self._call(args, kwargs)
-            values += held
-            variables = graph.variables if variables is None else variables + graph.variables
-        if places:
-            values += [held_by(node)[key] for node, key in places]
-            variables = [*(variables or ()), *(Place(node, key) for node, key in places)]
         try:
-            make_body = functools.partial(self._body_of, args, kwargs) if fast.plan.branches else None
-            record, out = fast.plan.run(values, variables, make_body)
-        except OtherSignatureError:
-            self._has_signatures = True
-            return self._call(args, kwargs)
-        except Exception as error:  # raised while a new path was traced: nothing was done yet
-            if isinstance(error, (MoreReadError, *_NO_PATH)) or _has_tracer(error):
+            fast = self._fast
+            if fast is None or _TRACE.value is not _EVAL or _FLAX.tmp_static_cache is not None:
                 return self._call(args, kwargs)
+            given = (*args, *kwargs.values()) if kwargs else args
+            if [*map(type, given)] != fast.types or ((kwargs or fast.keywords) and tuple(kwargs) != fast.keywords):
+                return self._call(args, kwargs)
+            values = [*given[fast.arrays]] if type(fast.arrays) is slice else fast.gather(given)
+            if values is None or (fast.signature is not None and [*map(kind_of_input, values)] != fast.signature):
+                return self._call(args, kwargs)
+            places: Any = ()
+            if fast.capture_check is not None:
+                found = fast.capture_check.look()
+                if found is None:
+                    return self._call(args, kwargs)
+                models, places = found
+                given += models
+            variables: Any = None
+            for number, kept in fast.roots:
+                graph, root = kept(), given[number]
+                if graph is None or graph.root() is not root:
+                    return self._call(args, kwargs)
+                held = graph.read(root)
+                if held is None:
+                    return self._call(args, kwargs)
+                values += held
+                variables = graph.variables if variables is None else variables + graph.variables
+            if places:
+                values += [held_by(node)[key] for node, key in places]
+                variables = [*(variables or ()), *(Place(node, key) for node, key in places)]
+            try:
+                make_body = functools.partial(self._body_of, args, kwargs) if fast.plan.branches else None
+                record, out = fast.plan.run(values, variables, make_body)
+            except OtherSignatureError:
+                self._has_signatures = True
+                return self._call(args, kwargs)
+            except Exception as error:  # raised while a new path was traced: nothing was done yet
+                if isinstance(error, (MoreReadError, *_NO_PATH)) or _has_tracer(error):
+                    return self._call(args, kwargs)
+                raise
+            COUNTS.hits += 1
+            if record is None:
+                return out
+            return self.replay(record, out, self.bind(args, kwargs)[1], fast.plan)
+        except Exception as error:
+            _compat.hide_frames(error)
             raise
-        COUNTS.hits += 1
-        if record is None:
-            return out
-        return self.replay(record, out, self.bind(args, kwargs)[1], fast.plan)
 
     # ------------------------------------------------------------ the slow path
 
@@ -430,7 +436,9 @@ class JitFunction(Staged, Generic[P, R]):
             COUNTS.hits += 1
             return done
         start = time.perf_counter()
-        done = program(leaves)
+        quiet = plan.branches or plan.program.calls_python  # then Python runs in there, which may print
+        with contextlib.nullcontext() if quiet else telling(f"compiling {self.name.rpartition('.')[2]}"):
+            done = program(leaves)
         plan.program.ran = True
         COUNTS.add(compiles=1, compile_time=time.perf_counter() - start)
         return done

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from lazymods._frames import entry
 from lazymods._refusals import refuse_uncallable
 from lazymods.compile.decorator import jit
 from lazymods.compile.function import JitFunction
 from lazymods.compile.stages import Lowered as Lowered
 
 
+@entry
 def lower(fn: Any, *args: Any, **kwargs: Any) -> Lowered:
     """Show what a function is compiled to. Nothing is run or changed; a lazy model stays lazy.
 

@@ -14,12 +14,14 @@ from typing import Any
 
 import jax
 
+from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
 from lazymods._compat import tracing
 from lazymods._errors import NOT_TRACEABLE, Problem
 from lazymods._objects.copies import Copies
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import TracedState, input_of, with_inputs
+from lazymods._progress import telling
 from lazymods._refusals import ArgumentError
 from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter, is_whole
@@ -81,9 +83,13 @@ class Staged:
         Raises:
             jax.errors.ConcretizationTypeError: The function decides on the values of arrays: it is many programs.
         """
-        with self.traced(args, kwargs) as (program, call):
-            given = self._splitter.without_statics(args, kwargs)
-            return Traced(self, program, call, given, _shapes(program, call))
+        try:
+            with self.traced(args, kwargs) as (program, call):
+                given = self._splitter.without_statics(args, kwargs)
+                return Traced(self, program, call, given, _shapes(program, call))
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """Trace and lower the function, see :func:`lazymods.lower`; ``trace(...).lower()``."""
@@ -94,8 +100,12 @@ class Staged:
 
         An nnx object among the results is a new one, whose Variables hold these.
         """
-        with self.traced(args, kwargs) as (program, call):
-            return _shapes(program, call)
+        try:
+            with self.traced(args, kwargs) as (program, call):
+                return _shapes(program, call)
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
 
 class _Stage:
@@ -170,7 +180,8 @@ class Lowered(_Stage):
 
     @functools.cached_property
     def _compiled(self) -> Any:
-        return self._lowered.compile()
+        with telling("compiling"):
+            return self._lowered.compile()
 
     @property
     def stablehlo(self) -> str:
@@ -195,7 +206,7 @@ class Lowered(_Stage):
 
     @property
     def dot(self) -> str:
-        """The jaxpr as a graph for Graphviz."""
+        """The jaxpr as a graph for Graphviz: a text, and in a notebook its picture if Graphviz is there."""
         return dot(self.jaxpr)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:

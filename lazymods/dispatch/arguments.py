@@ -113,7 +113,7 @@ def split(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[lis
     for node in nodes:
         if isinstance(node, nnx.Pytree):
             what = f"a module, {type(node).__name__}, among the arguments"
-            raise refused(name, what, "arrays: what a kernel changes of a module would be lost", "its parameters")
+            raise refused(name, what, "arrays: what a kernel changes of a module would be lost", "op(x, module.kernel)")
     leaves, tree = jax.tree.flatten((args, kwargs))
     operands: list[Any] = []
     kept: list[Any] = []
@@ -146,7 +146,7 @@ def positional(name: str, key: str, forward: Callable[..., Any], layout: Layout)
     if any(map(_is_slot, jax.tree.leaves(kwargs, is_leaf=_is_slot))):
         what = f"an array for a parameter that {key}'s forward function takes by keyword only, or by **kwargs"
         raise refused(
-            name, what, "arrays by position: backward returns a gradient for each position", "def forward(x, y)"
+            name, what, "arrays by position: backward returns a gradient for each position", "def forward(x, y): ..."
         )
     return args
 
@@ -171,7 +171,8 @@ def cotangents(
     """
     if not isinstance(returned, (tuple, list)) or len(returned) != len(args):
         what = f"{len(returned)} gradients" if isinstance(returned, (tuple, list)) else f"no tuple, {show(returned)},"
-        raise _wrong(name, key, what, f"a tuple with one for each of its {len(args)} arguments, or None for zero")
+        needed = f"a tuple with one for each of its {len(args)} arguments, or None for zero"
+        raise _wrong_gradient(name, key, what, needed)
     found: list[Any] = [None] * len(operands)
     for position, (gradient, argument) in enumerate(zip(returned, args, strict=True)):
         slots, tree = jax.tree.flatten(argument, is_leaf=_is_slot)
@@ -181,7 +182,7 @@ def cotangents(
             parts = tree.flatten_up_to(gradient)
         except ValueError:
             what = f"{show(gradient)} for argument {position}"
-            raise _wrong(name, key, what, f"the structure of the argument, {show(argument)}") from None
+            raise _wrong_gradient(name, key, what, f"the structure of the argument, {show(argument)}") from None
         for slot, part in zip(slots, parts, strict=True):
             if isinstance(slot, Slot) and jnp.issubdtype(operands[slot.number].dtype, jnp.inexact):
                 found[slot.number] = _checked(name, key, part, operands[slot.number], position)
@@ -192,14 +193,16 @@ def _checked(name: str, key: str, part: Any, operand: jax.ShapeDtypeStruct, posi
     if part is None:
         return None
     if not is_operand(part) and not isinstance(part, (int, float, complex)):
-        raise _wrong(name, key, f"{show(part)} for argument {position}", f"that of the argument, {show(operand)}")
+        got, needed = f"{show(part)} for argument {position}", f"that of the argument, {show(operand)}"
+        raise _wrong_gradient(name, key, got, needed)
     given = jnp.asarray(part)
     if given.weak_type:
         given = given.astype(operand.dtype)
     if given.shape != operand.shape or given.dtype != operand.dtype:
-        raise _wrong(name, key, f"{describe(given)} for argument {position}", f"that of the argument, {show(operand)}")
+        got, needed = f"{describe(given)} for argument {position}", f"that of the argument, {show(operand)}"
+        raise _wrong_gradient(name, key, got, needed)
     return given
 
 
-def _wrong(name: str, key: str, got: str, needed: str) -> RegistrationError:
-    return refused(name, f"{got} from the backward function of {key}", needed, "return dx, None for f(x, n)")
+def _wrong_gradient(name: str, key: str, got: str, needed: str) -> RegistrationError:
+    return refused(name, f"{got} from the backward function of {key}", needed, "return dx, None  # for f(x, n)")

@@ -105,12 +105,13 @@ class Operator:
             raise refused(self.name, what, needed, f"op.register({_nearest(key)!r}, kernel)")
         if key in had:
             what = f"a second kernel for {key}; registered: {names(had)}"
-            raise refused(self.name, what, "one kernel a key", "another key, or an Operator of its own")
+            line = "lm.dispatch.Operator(name)  # one of its own; or another key"
+            raise refused(self.name, what, "one kernel a key", line)
         for one, other in ((EXPLICIT, IMPLICIT), (IMPLICIT, EXPLICIT)):
             if key == one and other in had:
                 what = f"a kernel for {key}; registered: {names(had)}"
                 needed = f"one composite: {EXPLICIT} leaves gradients to Autograd kernels, {IMPLICIT} has its own"
-                raise refused(self.name, what, needed, "one of the two")
+                raise refused(self.name, what, needed, "lm.dispatch.Operator(name)  # with one of the two")
 
     def _check_kernel(self, key: str, kernel: Any) -> None:
         if is_pair(key):
@@ -170,20 +171,24 @@ class Operator:
             NoKernelError: If there is none for the platform.
             RegistrationError: If kernels differ in the shapes or dtypes that they return.
         """
-        operands, layout = split(self.name, args, kwargs)
-        call = Call(self.name, MappingProxyType(self._kernels), layout, slots(operands))
-        key = platform_key(operands)
-        holding = list(held(call.kernels.values()))
-        _refuse_held(call, holding, compiled=key is None)
-        if key is not None:
-            return on_platform(call, key)(*operands)
-        self._traced = True
-        if not call.kernels.keys().isdisjoint(("Lazy", "AutogradLazy")) and in_lazy_block():
-            return on_platform(call, "Lazy")(*operands)
-        if not holding and call.meta is not None and is_auto_mesh() and not _belongs_here(layout):
-            leaves = shaped(_Compiled(self.__name__, call), operands, call.meta.leaves())
-            return jax.tree.unflatten(jax.tree.structure(call.meta.shapes), leaves)
-        return _compiled(self.__name__, call)(*operands)
+        try:
+            operands, layout = split(self.name, args, kwargs)
+            call = Call(self.name, MappingProxyType(self._kernels), layout, slots(operands))
+            key = platform_key(operands)
+            holding = list(held(call.kernels.values()))
+            _refuse_held(call, holding, compiled=key is None)
+            if key is not None:
+                return on_platform(call, key)(*operands)
+            self._traced = True
+            if not call.kernels.keys().isdisjoint(("Lazy", "AutogradLazy")) and in_lazy_block():
+                return on_platform(call, "Lazy")(*operands)
+            if not holding and call.meta is not None and is_auto_mesh() and not _belongs_here(layout):
+                leaves = shaped(_Compiled(self.__name__, call), operands, call.meta.leaves())
+                return jax.tree.unflatten(jax.tree.structure(call.meta.shapes), leaves)
+            return _compiled(self.__name__, call)(*operands)
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
 
 def _belongs_here(layout: Layout) -> bool:
@@ -200,12 +205,12 @@ def _refuse_held(call: Call, holding: Sequence[Any], compiled: bool) -> None:
     if any(map(is_pair, call.kernels)) and any(isinstance(x, Tracer) for x in holding):
         what = f"kernels with a pair for their derivative, which hold a traced value in a closure; {registered}"
         needed = "kernels of their arguments alone: no gradient would come to that value"
-        raise refused(call.name, what, needed, "the value as one more argument of the operator")
+        raise refused(call.name, what, needed, "op(x, value)  # the value as one more argument of the operator")
     node = next((x for x in holding if isinstance(x, (nnx.Pytree, nnx.Variable))), None)
     if compiled and node is not None:
         what = f"a kernel that holds a {type(node).__name__}, in a program that is compiled; {registered}"
         needed = "kernels of their arguments alone: the program would go on with the parameters of now"
-        raise refused(call.name, what, needed, "the parameters as arguments of the operator")
+        raise refused(call.name, what, needed, "op(x, kernel)  # the parameters as arguments of the operator")
 
 
 def _compiled(name: str, call: Call) -> Callable[..., Any]:

@@ -60,7 +60,7 @@ class Refusal:
                 where,
                 f"a program for the platform of {key}, where the kernel of {self.kernel} raised {self.error}",
                 "a kernel that can be traced on the machine that compiles for it",
-                "compile where that platform is, or mend the kernel",
+                "jax.jit(fn).lower(x)  # where that platform is; or mend the kernel",
             )
         if self.ambiguous:
             return Problem(
@@ -73,7 +73,7 @@ class Refusal:
             where,
             f"a call on a platform whose key is {key}; {registered}",
             f"a kernel for {key}, or a composite one, which serves every platform",
-            f"op.register({key!r}, kernel), or op.register('CompositeImplicitAutograd', kernel)",
+            f"op.register({key!r}, kernel)  # or op.register('CompositeImplicitAutograd', kernel)",
         )
 
 
@@ -83,7 +83,7 @@ def no_forward_mode(name: str, error: Exception) -> Problem:
         f"Operator {name!r}",
         f"forward mode (jax.jvp, jax.jacfwd, jax.linearize): {type(error).__name__}: {one_line(error)}",
         "a backward function that JAX can transpose: of linear operations in the gradient that it gets",
-        "reverse mode (jax.grad, jax.vjp, jax.jacrev), or a backward function of jax.numpy",
+        "jax.vjp(fn, x)  # reverse mode; or a backward function of jax.numpy",
     )
 
 
@@ -93,7 +93,7 @@ def ordered_effect(name: str, effect: Any) -> RegistrationError:
         name,
         f"a kernel with an ordered effect ({type(effect).__name__}) beside a Meta kernel, in a compiled program",
         "no order: with a Meta kernel, the kernels are traced when the program around them has been made",
-        "io_callback(..., ordered=False) or jax.debug.print(..., ordered=False); or the operator without a Meta kernel",
+        "jax.debug.print(..., ordered=False)  # or io_callback(..., ordered=False); or no Meta kernel",
     )
 
 
@@ -103,7 +103,7 @@ def different(name: str, key: str, got: Any, other: str, needed: Any) -> Registr
         name,
         f"{show(got)} from the kernel of {key}",
         f"{show(needed)}, which the kernel of {other} gives: one program serves all, so their outputs are alike",
-        f"a kernel for {key} that returns that, or another one for {other}",
+        f"op.register({key!r}, kernel)  # one that returns that; or another one for {other}",
     )
 
 

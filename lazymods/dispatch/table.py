@@ -9,10 +9,10 @@ its own, the implicit composite can't be the derivative of all, and ``AutogradOt
 
 from __future__ import annotations
 
-import html
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from lazymods._tables import Shown, Table
 from lazymods.dispatch.keys import AUTOGRAD, BACKEND_OF, EXPLICIT, IMPLICIT, RUNTIME
 
 KERNEL = "kernel"
@@ -65,7 +65,7 @@ def entry(key: str, registered: Collection[str]) -> Entry:
     return Entry(AUTOGRAD, PAIR) if AUTOGRAD in registered else Entry(None, FALLBACK)
 
 
-class Listing(Mapping[str, Any]):
+class Listing(Shown, Mapping[str, Any]):
     """A mapping by key that prints as a table, one line a key, and renders in a notebook.
 
     Args:
@@ -91,18 +91,15 @@ class Listing(Mapping[str, Any]):
         """Count the keys."""
         return len(self._rows)
 
+    def _table(self) -> Table:
+        return Table(("key", "kernel"), list(self._texts.items()), before=[self._title])
+
     def __repr__(self) -> str:
         """Render one line a key, the key first."""
         width = max(map(len, self._texts), default=0)
         return "\n".join(f"{key:<{width}}  {text}" for key, text in self._texts.items()) or f"{self._title}: nothing"
 
-    def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><th style='text-align:left'>{html.escape(key)}</th>"
-            f"<td style='text-align:left'>{html.escape(text)}</td></tr>"
-            for key, text in self._texts.items()
-        )
-        return f"<table><caption>{html.escape(self._title)}</caption>{rows}</table>"
+    __str__ = __repr__
 
 
 def dispatch_table(name: str, registered: Collection[str]) -> Listing:

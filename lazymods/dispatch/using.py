@@ -5,12 +5,14 @@ from __future__ import annotations
 from flax import nnx
 
 from lazymods import _graph
+from lazymods._frames import entry
 from lazymods.dispatch.attention import attention_fn
 from lazymods.dispatch.refusals import RegistrationError, refused
 
 _NAMES = ("attention",)
 
 
+@entry
 def use(model: nnx.Module, what: str) -> list[str]:
     """Let the layers of a model compute by an operator, in place; lazy layers, too.
 
@@ -44,5 +46,5 @@ def use(model: nnx.Module, what: str) -> list[str]:
 
 
 def _refusal(model: nnx.Module, got: str, needed: str) -> RegistrationError:
-    write = "nnx.MultiHeadAttention(..., attention_fn=lm.dispatch.attention_fn), or a call of the operator"
+    write = "nnx.MultiHeadAttention(..., attention_fn=lm.dispatch.attention_fn)  # or a call of the operator"
     return refused(f"use of {type(model).__name__}", got, needed, write)

@@ -14,7 +14,7 @@ from lazymods._recording.graph import Cell, Graph
 from lazymods._recording.kinds import OperationKind, kind_of
 from lazymods.lazytensor.trace import SESSIONS, LazyTensor, Session
 
-_WRITE = "lazy() around less of it, until it is known what differs; then report it as a fault of lazymods, with that"
+_WRITE = "with lm.lazytensor.lazy(check=True): fn(x)  # around less, to find what differs: it is a fault of lazymods"
 
 
 class _Raised:

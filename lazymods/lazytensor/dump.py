@@ -9,6 +9,7 @@ import jax
 
 from lazymods._compat import tracing
 from lazymods._errors import LazyError, Problem
+from lazymods._frames import entry
 from lazymods._recording.dot import arrow, box, digraph, ellipse
 from lazymods._recording.graph import Cell, Graph, Node, Structure, graph_of, needed
 from lazymods._recording.kinds import show
@@ -42,6 +43,7 @@ def _needed(tree: Any) -> tuple[Graph, list[Cell]]:
     return graph_of(list(nodes)), cells
 
 
+@entry
 def graph_hash(tree: Any) -> GraphHash:
     """Return what the pending lazy tensors of a pytree compute: hashable, compared by ``==``.
 
@@ -60,6 +62,7 @@ def graph_hash(tree: Any) -> GraphHash:
     return GraphHash(graph.structure(), graph.places_of(cells))
 
 
+@entry
 def dump(tree: Any, format: str = "text") -> str:
     """Return the graph that the pending lazy tensors of a pytree need. Nothing is computed.
 

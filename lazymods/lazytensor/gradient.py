@@ -17,7 +17,9 @@ from typing import Any, NamedTuple
 import jax
 from flax import nnx
 
+from lazymods import _compat
 from lazymods._errors import LazyError, Problem
+from lazymods._frames import entry
 from lazymods._refusals import refuse_uncallable
 from lazymods.lazytensor import reach
 from lazymods.lazytensor.reach import Looked, UnknownError, is_input, is_object
@@ -33,6 +35,7 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
+@entry
 def value_and_grad(f: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = False) -> Callable[..., Any]:
     """Return a function that computes a value and its gradients as one operation.
 
@@ -70,13 +73,17 @@ def value_and_grad(f: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = F
     @functools.wraps(f)
     def compute(*args: Any, **kwargs: Any) -> Any:
         try:
-            call = _Call(f, args, kwargs)
-        except UnknownError:
-            return nnx.value_and_grad(f, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
-        try:
-            return call.run(argnums, has_aux)
-        except _NoProgramError:
-            return nnx.value_and_grad(f, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
+            try:
+                call = _Call(f, args, kwargs)
+            except UnknownError:
+                return nnx.value_and_grad(f, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
+            try:
+                return call.run(argnums, has_aux)
+            except _NoProgramError:
+                return nnx.value_and_grad(f, argnums=argnums, has_aux=has_aux)(*args, **kwargs)
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
     return compute
 

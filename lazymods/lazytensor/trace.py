@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from lazymods._compat import calls, subclasses, tracing, values
+from lazymods._frames import entry
 from lazymods._recording.graph import Cell, Graph, Node, graph_of, needed
 from lazymods._recording.kinds import kind_of
 from lazymods.lazytensor import executor, metrics
@@ -434,6 +435,7 @@ def session_for(check: bool) -> Session:
     return known
 
 
+@entry
 def mark_step() -> None:
     """Start the computation of everything that was recorded and is still held, and go on recording.
 
@@ -449,6 +451,7 @@ def mark_step() -> None:
         running.cut()
 
 
+@entry
 def sync(tree: Any) -> Any:
     """Start the computation of the lazy tensors of a pytree, and of no more than they need.
 

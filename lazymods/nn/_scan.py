@@ -98,7 +98,7 @@ class BlockCall:
             shapes = [jnp.shape(a) for a in jax.tree.leaves(raw_of(entry.value))] if id(entry.value) in stacked else []
             if any(shape[:1] != (self._n,) for shape in shapes):
                 got, needed = f"a value of shape {shapes[0]}", f"an axis of the {self._n} layers in front"
-                write = "stack.each(lambda block: ...), which sets it in each block"
+                write = "stack.each(lambda block: ...)  # sets it in each block"
                 problems.append(Problem(where, got, needed, write))
         if problems:
             raise LazyError(*problems)
@@ -267,4 +267,5 @@ def _show(tree: Any) -> str:
 
 def _not_carried(name: str, got: str) -> LazyError:
     needed = "the same change in each block, to Variables that it had before"
-    return LazyError(Problem(f"{name} in a block of a Stack", got, needed, "an nnx.List of blocks"))
+    line = "blocks = nnx.List([make_block(rngs) for _ in range(n)])  # in place of the Stack"
+    return LazyError(Problem(f"{name} in a block of a Stack", got, needed, line))

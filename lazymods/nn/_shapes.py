@@ -36,7 +36,9 @@ def rank_of(x: Any) -> int:
     """Return the number of axes of an array."""
     shape = getattr(x, "shape", None)
     if shape is None:
-        raise NotInferableError("an array as the first argument: its shape tells the sizes", "layer(jnp.asarray(x))")
+        is_shape = isinstance(x, (tuple, list)) and bool(x) and all(type(size) is int for size in x)
+        line = f"jax.ShapeDtypeStruct({tuple(x)}, jnp.float32)  # in its place" if is_shape else "layer(jnp.asarray(x))"
+        raise NotInferableError("an array as the first argument: its shape tells the sizes", line)
     return len(shape)
 
 
@@ -49,7 +51,7 @@ def check_rank(x: Any, ranks: Sequence[int], axes: str) -> None:
     """Refuse an array of any other rank."""
     if rank_of(x) not in ranks:
         wanted = " or ".join(map(str, ranks))
-        raise NotInferableError(f"an array of {wanted} axes, {axes}", f"layer(x) with x of shape {axes}")
+        raise NotInferableError(f"an array of {wanted} axes, {axes}", f"layer(x)  # with x of shape {axes}")
 
 
 def check_divides(groups: int, features: int, what: str) -> None:
@@ -57,5 +59,5 @@ def check_divides(groups: int, features: int, what: str) -> None:
     if groups <= 0 or features % groups:
         raise NotInferableError(
             f"features that {what}={groups} divides, not {features}",
-            f"an input with a multiple of {groups} features, or another {what}",
+            f"layer(x)  # with a multiple of {groups} features; or another {what}",
         )

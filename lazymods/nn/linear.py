@@ -117,14 +117,14 @@ def _einsum_input_sizes(config: Config, inputs: Any) -> dict[str, Any]:
     rank = rank_of(inputs)
     if rank < len(before) + len(after) or (not dots and rank != len(letters)):
         raise NotInferableError(
-            f"an array with the axes {letters!r} of einsum_str", f"layer(x) with x of {len(letters)} axes"
+            f"an array with the axes {letters!r} of einsum_str", f"layer(x)  # with x of {len(letters)} axes"
         )
     tail = tuple(inputs.shape)[rank - len(after) :]
     sizes: dict[str, Any] = {}
     for letter, size in [*zip(before, inputs.shape, strict=False), *zip(after, tail, strict=True)]:
         if sizes.setdefault(letter, size) != size:
             raise NotInferableError(
-                f"one size for {letter!r}, not {sizes[letter]} and {size}", "an input whose axes agree"
+                f"one size for {letter!r}, not {sizes[letter]} and {size}", "layer(x)  # with an input whose axes agree"
             )
     return sizes
 
@@ -142,7 +142,7 @@ def _einsum(config: Config, inputs: Any, einsum_str: str | None = None, **_: Any
             )
         if found.get(letter, given) != given:
             raise NotInferableError(
-                f"size {given} for {letter!r}, as given, not {found[letter]}", "an input of that size"
+                f"size {given} for {letter!r}, as given, not {found[letter]}", "layer(x)  # with an input of that size"
             )
     return {"kernel_shape": tuple(config["sizes"].get(c, found.get(c)) for c in kernel)}
 
@@ -192,7 +192,7 @@ def _conv(config: Config, inputs: Any, *_: Any, **__: Any) -> dict[str, Any]:
     if rank_of(inputs) < rank + 1:
         raise NotInferableError(
             f"an array of at least {rank + 1} axes: {rank} of space, then features",
-            f"layer(x) with x of shape (batch, {', '.join(['space'] * rank)}, features)",
+            f"layer(x)  # with x of shape (batch, {', '.join(['space'] * rank)}, features)",
         )
     features = last_axis(inputs)
     check_divides(config.get("feature_group_count", 1), features, "feature_group_count")
@@ -274,7 +274,7 @@ def _embed(config: Config, *_: Any, **__: Any) -> dict[str, Any]:
     if missing:
         raise NotInferableError(
             f"{' and '.join(missing)}: the indices do not tell how large the table is",
-            "LazyEmbed(num_embeddings, features, rngs=rngs), or load the table from a checkpoint",
+            "lm.LazyEmbed(num_embeddings, features, rngs=rngs)  # or load the table from a checkpoint",
         )
     return {}
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._errors import Problem
+from lazymods._frames import entry
 from lazymods._graph import LOCAL, TOGETHER
 from lazymods._layer import blocks as _blocks
 from lazymods._layer import first_call, lifecycle, ties
@@ -56,6 +57,7 @@ class Stack(nnx.Module):
         ['0.kernel', '0.bias', '1.kernel', '1.bias', '2.kernel', '2.bias']
     """
 
+    @entry
     def __init__(self, make_block: Callable[[Any], Any], n: SupportsIndex, *, remat: bool = False, rngs: Any) -> None:
         try:
             self.n: int = operator.index(n)
@@ -94,16 +96,20 @@ class Stack(nnx.Module):
             UninitializedError: If the stack is lazy, and a transform would lose its parameters.
             LazyError: If a call changes what can't be carried from one block to the next.
         """
-        if LOCAL.session is not None or not _graph.lazy_nodes(self.blocks_as_one):
-            return self._run(x, args, kwargs)
-        with lifecycle.LOCK:
-            before = Snapshot(self)
-            try:
-                self._size(x, args, kwargs)
+        try:
+            if LOCAL.session is not None or not _graph.lazy_nodes(self.blocks_as_one):
                 return self._run(x, args, kwargs)
-            except BaseException:
-                before.restore()
-                raise
+            with lifecycle.LOCK:
+                before = Snapshot(self)
+                try:
+                    self._size(x, args, kwargs)
+                    return self._run(x, args, kwargs)
+                except BaseException:
+                    before.restore()
+                    raise
+        except Exception as error:
+            _compat.hide_frames(error)
+            raise
 
     def _run(self, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         shared = [_graph.at(self.blocks_as_one, path) for path in self.shared]

@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem, UninitializedError, located
+from lazymods._frames import entry
 from lazymods._graph import dotted
 from lazymods._layer import lifecycle
 from lazymods._model.hooks import unhooked_class
@@ -38,6 +39,7 @@ from lazymods.state.options import wrong
 _ROUNDING = 1e-6  # relative differences that layers of a network have anyway
 
 
+@entry
 def parity(
     model: nnx.Module,
     torch_module: Any,
@@ -106,13 +108,14 @@ def _check_outside_of_traces(model: nnx.Module) -> None:
     if traced or _compat.current_trace() is not _compat.eval_trace():
         got = "a call inside a transform, or a block of lazy tensors"
         needed = "values: PyTorch has to run on the same ones"
-        raise LazyError(Problem("lm.parity", got, needed, "lm.parity outside of it"))
+        raise LazyError(Problem("lm.parity", got, needed, "lm.parity(model, torch_module, x)  # outside of it"))
 
 
 def _check_initialized(model: nnx.Module, torch_module: Any) -> None:
-    needed, line = "a value: only an initialized model can be compared", "lm.load(model, ...) before lm.parity"
+    needed = "a value: only an initialized model can be compared"
+    line = "lm.load(model, torch_module, layout='torch')  # before lm.parity"
     problems = [Problem(name, "no value yet", needed, line) for name in _graph.uninitialized_paths(model)]
-    is_lazy, line = sys.modules[MODULE].nn.parameter.is_lazy, "torch_module(x) once, before lm.load and lm.parity"
+    is_lazy, line = sys.modules[MODULE].nn.parameter.is_lazy, "torch_module(x)  # once, before lm.load and lm.parity"
     for name, parameter in torch_module.named_parameters():
         if is_lazy(parameter):
             problems.append(Problem(located(name, "PyTorch"), "no value yet", needed, line))

@@ -141,7 +141,9 @@ def _other_parameter(pair: Pair, leaf: str, mine: Any, theirs: Any) -> Reason:
     if mine.shape != theirs.shape:
         return Reason(f"its {leaf} has shape {mine.shape}, PyTorch's {theirs.shape}", line)
     if mine.ndim == 2 and mine.shape[0] == mine.shape[1] and not _differ(mine.T, theirs, 0):
-        return Reason(f"its {leaf} is PyTorch's transposed", 'lm.load(..., layout="torch"), which transposes kernels')
+        return Reason(
+            f"its {leaf} is PyTorch's transposed", 'lm.load(model, path, layout="torch")  # which transposes kernels'
+        )
     if mine.ndim >= 2 and not _differ(np.sort(mine, None), np.sort(theirs, None), 0):
         return Reason(f"its {leaf} has PyTorch's numbers in another order: a flatten, a flip, or heads or gates")
     difference, _ = difference_of(mine, theirs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from lazymods._tables import Shown, Table
+
 _BEFORE, _AFTER = 6, 3  # rows that are shown around the first that differs
 
 
@@ -41,7 +43,7 @@ class ParityRow:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ParityReport:
+class ParityReport(Shown):
     """A model beside the PyTorch module that it was ported from; prints as a table.
 
     Attributes:
@@ -65,7 +67,7 @@ class ParityReport:
         """Whether all outputs agree."""
         return self.first is None
 
-    def __str__(self) -> str:
+    def _table(self) -> Table:
         """Show the first difference and why, or that there is none, above the table."""
         first = self.first
         if first is None:
@@ -79,21 +81,21 @@ class ParityReport:
             lines = [f"{first.where} is the first that differs, after {before} that agree: {size}"]
             lines += [f"  why:    {self.reason}"] + ([f"  write:  {self.write}"] if self.write else [])
         notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([*lines, "", *self._table(), *([""] if notes else []), *notes])
+        at = len(self.rows) if first is None else self.rows.index(first)
+        shown = self.rows if first is None else self.rows[max(0, at - _BEFORE) : at + _AFTER + 1]
+        rows = [_cells(row) for row in shown]
+        hidden = 0 if first is None else max(0, at - _BEFORE)
+        left = len(self.rows) - hidden - len(shown)
+        if hidden:
+            rows.insert(0, (f"... {hidden} rows that agree", *[""] * (len(_HEADS) - 1)))
+        after = [*([f"... {left} more rows"] if left else []), *([""] if notes else []), *notes]
+        marked = [number for number, row in enumerate(rows) if row[-1]]
+        return Table(_HEADS, rows, _NUMBERS, _FOLDED, marked=marked, before=[*lines, ""], after=after)
 
-    __repr__ = __str__
 
-    def _table(self) -> list[str]:
-        at = len(self.rows) if self.first is None else self.rows.index(self.first)
-        shown = range(len(self.rows)) if self.first is None else range(max(0, at - _BEFORE), at + _AFTER + 1)
-        heads = ("layer", "class", "PyTorch", "class", "output", "difference", "relative", "")
-        cells = [heads] + [_cells(self.rows[i]) for i in shown if i < len(self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-        hidden = shown.start, max(0, len(self.rows) - shown.stop)
-        if hidden[0]:
-            lines.insert(1, f"... {hidden[0]} rows that agree")
-        return lines + ([f"... {hidden[1]} more rows"] if hidden[1] else [])
+_HEADS = ("layer", "class", "PyTorch", "its class", "output", "difference", "relative", "")
+_NUMBERS = ("difference", "relative")
+_FOLDED = (("PyTorch", 20), ("layer", 20), ("PyTorch", 10), ("layer", 10))
 
 
 def _cells(row: ParityRow) -> tuple[str, ...]:

@@ -95,11 +95,12 @@ def adapter_rules(
             right = wanted[key.removeprefix("config.")]
             if type(value) in (int, float) and not math.isclose(value, right, rel_tol=1e-6):
                 got = f"r={rank}, lora_alpha={alpha:g}, where {name} of the model has {key}={value:g}"
-                raise refuse(path, got, "one rank and one lora_alpha in both", write=f"{key}={right:g} for {name}")
+                raise refuse(path, got, "one rank and one lora_alpha in both", write=f"{key}={right:g}  # for {name}")
     if own and len(own) < len(adapted):
         other = next(name for name, _ in adapted if name not in own)
         got = f"one factor for all, where {next(iter(own))} of the model has one of its own, and {other} has none"
-        raise refuse(path, got, "a model whose adapters all have a factor, or none", write="lora_alpha for all of them")
+        line = f"lora_alpha={alpha:g}  # for all of them"
+        raise refuse(path, got, "a model whose adapters all have a factor, or none", write=line)
     if own or factor == 1.0:
         return [], []
     return [Scaled(factor)], [f"lora_B is scaled by {_formula(config)}, {factor:g}"]
@@ -122,7 +123,8 @@ def _factor(path: Path, config: Mapping[str, Any]) -> tuple[int, float, float]:
     alpha: Any = config.get("lora_alpha")
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         got = "a rank or lora_alpha for single modules (rank_pattern, alpha_pattern)"
-        raise refuse(path, got, "one rank and one lora_alpha", write="a rename that leaves those modules out")
+        line = "rename=lambda name: None if 'those modules' in name else name  # leaves them out"
+        raise refuse(path, got, "one rank and one lora_alpha", write=line)
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise refuse(path, f"r={printable(repr(rank))}, lora_alpha={printable(repr(alpha))}", "a rank and a number")
     return rank, alpha, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from lazymods._errors import describe
 from lazymods.state.array_rules import (
     Found,
     axis_of,
@@ -216,7 +217,7 @@ class Merge(ArrayRule):
         for tensor in tensors:
             same = _with_length(tensor.shape, axis, 0) == _with_length(first.shape, axis, 0)
             if len(tensor.shape) != len(first.shape) or not same or tensor.dtype != first.dtype:
-                raise Unfit(f"{first.shape} {first.dtype} beside {tensor.shape} {tensor.dtype}", "parts that fit")
+                raise Unfit(f"{describe(first)} beside {describe(tensor)}", "parts that fit")
             _unit(tensor.shape[axis], (1,), self.groups)
         shape = _with_length(first.shape, axis, sum(tensor.shape[axis] for tensor in tensors))
         return [derived(first, shape, lambda: _joined([t.read() for t in tensors], axis, self.groups))]

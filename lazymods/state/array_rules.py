@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lazymods._errors import Problem
+from lazymods._errors import Problem, short_dtype
 from lazymods.state.files.stored import StoredTensor
 from lazymods.state.flow import ArrayRule, Entry, Group, Unfit, derived
 from lazymods.state.layouts.computed import wide
@@ -63,7 +63,8 @@ def wide_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def problem_of(rule: ArrayRule, name: str, got: str) -> Problem:
     """Say what is wrong with the entries that a rule found."""
     needed = f"entries as {rule!r} takes them"
-    return Problem(name, got, needed, f"{type(rule).__name__}(...) with a pattern that fits all of them, and no others")
+    line = f"lm.rules.{type(rule).__name__}(r'...')  # with a pattern that fits all of them, and no others"
+    return Problem(name, got, needed, line)
 
 
 def check_whole(values: Sequence[Any], names: Sequence[Any]) -> None:
@@ -244,7 +245,7 @@ class Add(_OneByOne):
         """
         (tensor,) = tensors
         if not jnp.issubdtype(tensor.dtype, jnp.inexact):
-            raise Unfit(f"dtype {tensor.dtype}", "floating-point numbers")
+            raise Unfit(f"dtype {short_dtype(tensor.dtype)}", "floating-point numbers")
         kind = wide_dtype(tensor.dtype)
         return [derived(tensor, tensor.shape, lambda: wide(tensor.read()) + kind.type(self.value), kind)]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from lazymods._errors import describe
 from lazymods.state.array_rules import (
     Found,
     axis_of,
@@ -96,7 +97,7 @@ class Stack(ArrayRule):
         """
         for tensor in tensors:
             if (tensor.shape, tensor.dtype) != (tensors[0].shape, tensors[0].dtype):
-                got = f"{tensors[0].shape} {tensors[0].dtype} and {tensor.shape} {tensor.dtype}"
+                got = f"{describe(tensors[0])} and {describe(tensor)}"
                 raise Unfit(got, "arrays of one shape and dtype")
         return [StackedTensor(tensors, self.axis)]
 

@@ -16,8 +16,10 @@ from jax.sharding import Mesh
 from lazymods import _graph
 from lazymods._error_lists import cause_of, collapsed
 from lazymods._errors import describe
+from lazymods._frames import entry
 from lazymods._initial.keys import is_key
 from lazymods._layer import lifecycle, stacks
+from lazymods._progress import telling
 from lazymods._shardings import Rules
 from lazymods.state import modes, options, tied_heads
 from lazymods.state.beside import Beside
@@ -30,12 +32,12 @@ from lazymods.state.noted import WayBack, forget_values, is_buffer, tied_names
 from lazymods.state.parts import may_fit, part_of
 from lazymods.state.placing import Placing, is_placed, placing_for
 from lazymods.state.prepared import Prepared, prepare, why_missing
-from lazymods.state.progress import progress_bar
 from lazymods.state.sources import read_source
 from lazymods.state.warned import warn
 
 LAYOUTS = ("flax", "torch")
 
+@entry
 def load(
     model: nnx.Pytree | MutableMapping[str, Any],
     source: str | os.PathLike[str] | Mapping[str, Any] | Any,
@@ -102,7 +104,7 @@ def load(
             names are those of the module itself, and an optimizer's state goes where its parameter does.
         mode: ``"eval"`` or ``"train"``: the mode that the model is put in, as by ``model.eval()``. None: it stays in
             its own, training for Flax's layers, and the result says so where that matters.
-        progress: Show a progress bar on stderr; None: on a terminal, for long loads.
+        progress: Show a progress bar on stderr; None: in a terminal or a notebook, of a load that takes over a second.
 
     Returns:
         What was missing, unexpected and mismatched; ``matched`` says what came from where, ``ignored`` what was left
@@ -171,7 +173,7 @@ def load(
             beside.finish(result, mode)
 
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
-        with progress_bar(progress, f"loading {printable(file.path.name)}", total) as advance:
+        with telling(f"loading {printable(file.path.name)}", total, progress) as advance:
             origin = Origin(
                 file.title,
                 {name: tuple(f"{begin}{s}" for s in found) for name, found in prepared.sources.items()},
@@ -327,7 +329,7 @@ class _Report:
 
     def why_missing(self, missing: Sequence[str]) -> dict[str, tuple[str, str]]:
         """Return what was got for names without an entry that a rename has dropped, and the line to write."""
-        line = "a narrower pattern in rename"
+        line = "rename=[(r'^model[.]head', None)]  # a narrower pattern"
         return {
             name: (f"no entry: {by} of rename has dropped {source} of {self.file.title}", line)
             for name, (source, by) in self._dropped(missing).items()

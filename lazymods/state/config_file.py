@@ -129,7 +129,7 @@ def wrong_heads(survey: Survey, config: Config, loaded: Iterable[str]) -> list[P
                 key = next(iter(numbers.values()))
                 where = located(dotted(path), unhooked_class(type(node)).__name__)
                 needed = f"{wanted}, as {NAME} beside the file says ({key}): others see other parts of the features"
-                line = f"{name}={next(iter(numbers))}, or the file in a folder without it if it is not the file's"
+                line = f"{name}={next(iter(numbers))}  # or the file in a folder without it, if it is not the file's"
                 problems.append(Problem(where, f"{name}={value}", needed, line))
     return problems
 

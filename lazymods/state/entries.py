@@ -280,7 +280,8 @@ def named_places(model: Any) -> dict[str, Place]:
         other = out.setdefault(place.name, place)
         if other is not place:
             got = f"two entries of that name, a {type(other.owner).__name__} and a {type(place.owner).__name__}"
-            problems.append(Problem(place.name, got, "one entry a name", "attributes without dots"))
+            line = "setattr(module, name.replace('.', '_'), value)  # attributes without dots"
+            problems.append(Problem(place.name, got, "one entry a name", line))
     if problems:
         raise StateDictError(*problems)
     return out

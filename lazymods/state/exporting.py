@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from lazymods._errors import Problem, StateDictError
+from lazymods._frames import entry
 from lazymods._layer import stacks
 from lazymods.state.files.stored import Array, printable
 from lazymods.state.layouts import with_sizes, written
@@ -21,6 +22,7 @@ from lazymods.state.warned import warn
 from lazymods.state.way_back import as_loaded
 
 
+@entry
 def export_torch(
     model: nnx.Module,
     *,

@@ -7,6 +7,7 @@ a rule says what the shape will be, and gives a function that makes the values.
 from __future__ import annotations
 
 import dataclasses
+import re
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -137,7 +138,7 @@ class Flow:
             if other is not entry:
                 first, second = (" and ".join(e.sources) or e.name for e in (other, entry))
                 got = f"two entries of the file, {first} and {second}"
-                write = f"a rename that gives None for {second}"
+                write = f"rename=lambda name: None if name == {second!r} else name"
                 self.problems.append(Problem(entry.name, got, "one entry for a name", write))
         return out
 
@@ -163,8 +164,9 @@ class Flow:
                 kept.append(entry)
             else:
                 got = f"for {entry.name!r} it gave {new!r}"
-                is_several = isinstance(new, (tuple, list))
-                line = "lm.rules.Copy(..., into=...)  # for a second name" if is_several else f"{entry.name!r}: None"
+                line = f"rename=lambda name: name if name != {entry.name!r} else None"
+                if isinstance(new, (tuple, list)):
+                    line = f"rename=[lm.rules.Copy({re.escape(entry.name)!r}, into=...)]  # gives it a second name"
                 needed = "a name, or None to leave an entry out"
                 raise ArgumentError(Problem(RENAME, printable(got), needed, line))
         changed += len(self.entries) - len(kept)
@@ -184,7 +186,8 @@ class Flow:
             try:
                 results = rule.forward([entry.tensor for entry in group.inputs], len(group.names))
             except Unfit as unfit:
-                where, write = group.inputs[0].name, f"{type(rule).__name__}(...) that fits it, or a narrower pattern"
+                where = group.inputs[0].name
+                write = f"lm.rules.{type(rule).__name__}(r'...')  # one that fits it, or a narrower pattern"
                 self.problems.append(Problem(where, unfit.got, f"{unfit.needed}, for {rule!r}", write))
                 continue
             sources = tuple(dict.fromkeys(s for entry in group.inputs for s in entry.sources))

@@ -52,7 +52,7 @@ class Origin(NamedTuple):
         sources: For each entry of another name, the names that it has there.
         owned: The ids of the arrays whose memory JAX may take over.
         advance: Called with the number of bytes whenever some have been copied.
-        is_flax_file: Whether it is a file that was taken for one of Flax's names and layouts.
+        is_flax: Whether the entries are taken for ones of Flax's names and layouts.
         weak: The names whose values are of weak type, although they are arrays of numpy.
         warn: Called with the result; what it raises undoes the load, as a warning does that is an error.
         ignored: Names of entries that need no parameter.
@@ -68,7 +68,7 @@ class Origin(NamedTuple):
     sources: Mapping[str, tuple[str, ...]] = {}
     owned: Collection[int] = frozenset()
     advance: Callable[[int], None] | None = None
-    is_flax_file: bool = False
+    is_flax: bool = True
     weak: Collection[str] = frozenset()
     warn: Callable[[LoadResult], None] | None = None
     ignored: Collection[str] = ()
@@ -84,6 +84,7 @@ class Origin(NamedTuple):
         return is_spread_place(place) or (self.placing is not None and is_placed(place))
 
 
+_TORCH_LINE = 'lm.load(model, source, layout="torch")  # if PyTorch wrote it; source: the file, or the state dict'
 TORCH_LEAVES = ("weight", "num_batches_tracked", "running_mean", "running_var", "in_proj_weight", "weight_ih_l0")
 
 
@@ -222,7 +223,7 @@ def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[
         given = rest | own
     if messages:
         name = type(survey.model).__name__
-        needed, line = "entries that the hook accepts", "another state dict"
+        needed, line = "entries that the hook accepts", "lm.load_state_dict(model, lm.state_dict(other))"
         raise StateDictError(
             *(Problem(name, m, needed, line) for m in messages), heading=f"a hook refuses the state dict for {name}"
         )
@@ -239,7 +240,7 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
         known = origin.why_missing(missing)
         usual = (
             f"no entry in {origin.name}",
-            "an entry for it: lm.state_dict, or a checkpoint, of a model like this one",
+            "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one",
         )
         shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if missing else {}
         for name in missing:
@@ -247,15 +248,15 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
             problems.append(Problem(name, got, "an entry for each parameter of the model", line))
         for name in result.unexpected:
             got = f"{describe(plan.given[name])}, an entry" if name in plan.given else "an entry"
-            line = "strict=False to leave it out"
-            if origin.is_flax_file and name.rpartition(".")[2] in TORCH_LEAVES:
-                line = 'layout="torch", if PyTorch wrote the file'
+            line = "strict=False  # leaves it out"
+            if origin.is_flax and name.rpartition(".")[2] in TORCH_LEAVES:
+                line = _TORCH_LINE
             line = _sizes_line(plan, name) or _head_line(plan, name) or line
             problems.append(
                 Problem(name, f"{got} that the model has no parameter for", "only entries of the model", line)
             )
     heading = _heading(plan.model, origin)
-    cause = cause_of(result.missing, result.unexpected)
+    cause = _cause(result, origin)
     if cause is not None:
         heading += f"\n  cause:  {cause[0]}\n  write:  {cause[1]}"
     heading += "".join(f"\n  note:   {remark}" for remark in origin.remarks)
@@ -270,7 +271,7 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
 def _head_line(plan: LoadPlan, name: str) -> str | None:
     """Say what to write for an entry that may be an output layer, where the model has the embedding for one."""
     embeddings = {n: w.value for n, w in plan.writes.items() if tied_heads.is_embedding(w.place)}
-    return f"{tied_heads.LINE} for it" if tied_heads.untied(plan.given.get(name), embeddings) else None
+    return f"{tied_heads.LINE}  # for it" if tied_heads.untied(plan.given.get(name), embeddings) else None
 
 
 def _sizes_line(plan: LoadPlan, name: str) -> str | None:
@@ -282,8 +283,16 @@ def _sizes_line(plan: LoadPlan, name: str) -> str | None:
         several = [n for n in spec.left_out if isinstance(spec.default_of(n), (tuple, list))]
         if several or spec.guesses:
             sizes = ", ".join(f"{n}=..." for n in several or spec.unknown)
-            return f"{spec.name}({sizes}), with the sizes of the file, or model(x) before the load"
+            return f"{spec.name}({sizes})  # the sizes of the file; or model(x) before the load"
     return None
+
+
+def _cause(result: LoadResult, origin: Origin) -> tuple[str, str] | None:
+    """Say what is behind most of what is missing and unexpected, and what to write, if it is one thing."""
+    of_torch = [name for name in result.unexpected if name.rpartition(".")[2] in TORCH_LEAVES]
+    if origin.is_flax and result.missing and 2 * len(of_torch) >= len(result.unexpected) > 0:
+        return f"PyTorch's names, such as {of_torch[0]}", _TORCH_LINE
+    return cause_of(result.missing, result.unexpected)
 
 
 def _heading(model: Any, origin: Origin) -> str:
@@ -324,7 +333,8 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
             problem = error.problems[0] if error.problems else None
             got = problem.got if problem else str(error)
             where = located(dotted(path), type(layer).__name__)
-            needed, line = "entries that fit the layer", "entries of one and the same layer"
+            needed = "entries that fit the layer"
+            line = "lm.load_state_dict(layer, lm.state_dict(other))  # entries of one and the same layer"
             raise StateDictError(Problem(where, got, needed, line), heading=_heading(plan.model, origin)) from error
 
 
@@ -368,8 +378,9 @@ def _fill(plan: LoadPlan, fills: Sequence[tuple[Write, Any]], origin: Origin) ->
     for write, values in fills:
         write.current[...] = values
     got = "an array that shares its memory with another entry's, or with itself, where the values differ"
+    line = "module.buffer = module.buffer.copy()  # memory of its own"
     problems = [
-        Problem(plan.where(write.place), got, "a place for each number", f"a copy of the array for {write.place.name}")
+        Problem(plan.where(write.place), got, "a place for each number", line)
         for write, values in fills
         if not same_values(write.current, values)
     ]

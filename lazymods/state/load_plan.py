@@ -13,7 +13,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from lazymods import _compat, _graph
-from lazymods._errors import Problem, describe, located
+from lazymods._errors import Problem, describe, located, short_dtype
 from lazymods._graph import OTHER, STATE, Path, dotted, kind_of
 from lazymods._initial.keys import is_key
 from lazymods._initial.stacking import Shape
@@ -126,7 +126,7 @@ class LoadPlan:
         """Note an entry whose shape does not fit."""
         self.mismatched.append(place.name)
         if not self.skip:
-            write = 'mismatched="skip" to leave it out, or an entry that fits'
+            write = 'mismatched="skip"  # leaves it out'
             self.problems.append(Problem(self.where(place), got, needed, write))
 
     def cast_problem(self, place: Place, array: Any, dtype: Any) -> str | None:
@@ -137,7 +137,7 @@ class LoadPlan:
 
     def misfit(self, place: Place, array: Any, dtype: Any, reason: str) -> Problem:
         """Return the problem of an array that cannot be cast."""
-        line = f"{place.name} in a dtype that casts to {np.dtype(dtype).name}"
+        line = f"array.astype({np.dtype(dtype).name!r})  # or another dtype that casts to it"
         return Problem(self.where(place), describe(array), reason, line)
 
     def problem(self, place: Place, got: str, needed: str, write: str) -> None:
@@ -235,7 +235,7 @@ def _ties_agree(plan: LoadPlan, found: list[Place], given: Mapping[str, Any]) ->
                 other,
                 f"another value than {first.name}, to which it is tied in the model",
                 "one value for what is one parameter",
-                f"equal entries, or only {first.name}",
+                f"state.pop({other.name!r})  # or an equal entry",
             )
             return False
     return True
@@ -250,7 +250,7 @@ def _check_entry(plan: LoadPlan, place: Place, value: Any) -> None:
                     plan.where(place),
                     f"an uninitialized entry of shape {_partial(value)}",
                     f"a value: the model's parameter has one, {describe(current)}",
-                    "lm.materialize(other, x) before lm.state_dict(other)",
+                    "lm.materialize(other, x)  # before lm.state_dict(other)",
                 )
             )
         return
@@ -283,16 +283,16 @@ def _check_plain(plan: LoadPlan, place: Place, value: Any, current: Any) -> None
             plan.writes[place.name] = Write(place, value, None, current)
         else:
             needed = f"a value of type {type(current).__name__}, as the one that is there"
-            plan.problem(place, describe(value), needed, f"a value of that type for {place.name}")
+            plan.problem(place, describe(value), needed, f"state[{place.name!r}] = ...  # a value of that type")
         return
     array = value if is_number(value) else as_array(value)
     if array is None or is_deleted(array):
-        plan.problem(place, describe(value), "a number", f"a number for {place.name}")
+        plan.problem(place, describe(value), "a number", f"state[{place.name!r}] = 1  # a number")
     elif np.shape(array) != ():
         plan.mismatch(place, describe(array), f"one number, as {_number(current)} is")
     elif isinstance(current, (int, np.integer, np.bool_)) and type(array) is not int and not np.isfinite(array):
         needed = f"a finite number, as {_number(current)} is"
-        plan.problem(place, str(np.asarray(array)), needed, f"a number for {place.name}")
+        plan.problem(place, str(np.asarray(array)), needed, f"state[{place.name!r}] = 1  # a number")
     else:
         number = array if is_number(array) else as_number(array, current)
         plan.writes[place.name] = Write(place, number, None, current)
@@ -302,24 +302,27 @@ def _array_for(plan: LoadPlan, place: Place, value: Any, current: Any) -> Any:
     """Return a value as an array; None if it is none that a place could hold, which is noted."""
     array = as_array(value)
     if array is None:
-        needed, line = "an array of numbers", "jnp.asarray(...)"
+        needed, line = "an array of numbers", f"state[{place.name!r}] = jnp.asarray(value)"
         got = f"a value of type {type(value).__name__}"
         if hasattr(value, "shape"):  # such as a masked array, or a sparse tensor
-            line = "a plain array, with a number in each place,"
+            line = f"state[{place.name!r}] = np.asarray(array)  # a plain one, with a number in each place"
         elif type(value) is int:
             got, needed = describe(value), "a number of at most 64 bits: an array has no longer ones"
-        plan.problem(place, got, needed, f"{line} for {place.name}")
+        plan.problem(place, got, needed, line)
     elif is_deleted(array):
         got = "an array that was deleted or donated"
-        plan.problem(place, got, "an array of numbers", f"jnp.asarray(...) for {place.name}")
+        plan.problem(place, got, "an array of numbers", f"state[{place.name!r}] = jnp.asarray(values)")
     elif isinstance(array, Tracer) and home_trace(plan.model) is not _compat.current_home():
         got = f"{describe(array)}, a traced value of a transform that the model is outside of"
-        plan.problem(place, got, "a value that outlives the transform", "the load before or after the transform")
+        line = "lm.load(model, source)  # before or after the transform"
+        plan.problem(place, got, "a value that outlives the transform", line)
     elif _has_no_numbers(current):
-        got = f"{describe(value)}, for an array of {current.dtype} in the model"
-        plan.problem(place, got, "an array of numbers, as it is there", f"an array of numbers for {place.name}")
+        got = f"{describe(value)}, for an array of {short_dtype(current.dtype)} in the model"
+        line = f"state[{place.name!r}] = jnp.asarray(values)"
+        plan.problem(place, got, "an array of numbers, as it is there", line)
     elif array.dtype.itemsize > 8 and _dtype_of(current) is None and not is_storable(array.dtype):  # a longdouble
-        plan.problem(place, describe(array), "numbers that JAX has an array for", f"{place.name} in another dtype")
+        line = f"state[{place.name!r}] = values.astype(np.float32)"
+        plan.problem(place, describe(array), "numbers that JAX has an array for", line)
     else:
         return array
     return None
@@ -400,7 +403,8 @@ def _check_lazy_layers(plan: LoadPlan) -> None:
         if conflicts and not plan.skip:
             where = located(dotted(path), type(layer).__name__)
             needed = "entries that agree on the layer's sizes"
-            plan.problems.append(Problem(where, conflicts[0], needed, "entries of one and the same layer"))
+            line = "lm.load_state_dict(layer, lm.state_dict(other))  # entries of one and the same layer"
+            plan.problems.append(Problem(where, conflicts[0], needed, line))
     if plan.mismatched:  # an entry that is left out may be tied into a layer that counted on it
         plan.sized.clear()
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from flax import nnx
 
+from lazymods._frames import entry
 from lazymods.state.entries import is_training_state
 from lazymods.state.load import LoadResult, load_entries
 from lazymods.state.options import wrong
 
 
+@entry
 def load_state_dict(
     model: nnx.Pytree | Mapping[str, Any],
     state_dict: Mapping[str, Any],

@@ -34,13 +34,13 @@ def cause_of(places: Mapping[str, Place], name: str, loaded: Shapes) -> tuple[st
     is_statistic = place is not None and isinstance(place.holder, nnx.BatchNorm) and place.key in ("mean", "var")
     if is_statistic and not any(f"{name.rpartition('.')[0]}.{key}".lstrip(".") in loaded for key in ("mean", "var")):
         got = "no running statistics in the file: BatchNorm of PyTorch without track_running_stats has none"
-        return got, "use_running_average=False, as such a layer always normalizes by its batch, and strict=False"
+        return got, "strict=False  # and use_running_average=False: such a layer always normalizes by its batch"
     embedding = tied_to(places, name, loaded)
     if embedding is not None:
         got = f"no output layer in the file, whose embedding ({embedding}) fits it: they are tied there"
         module, head = embedding.rpartition(".")[0], name.rpartition(".")[0]
-        copied = f'rename=[lm.rules.Copy(r"{module}[.]weight$", into="{head}.weight")] for both'
-        return got, f"{module}.attend(x) in its place, or {copied}"
+        copied = f'rename=[lm.rules.Copy(r"{module}[.]weight$", into="{head}.weight")]'
+        return got, f"{copied}  # for both; or {module}.attend(x) in its place"
     return None
 
 

@@ -9,6 +9,9 @@ from typing import Any, TypeVar
 
 import jax
 
+from lazymods._errors import Problem, describe
+from lazymods._frames import entry
+from lazymods._refusals import ArgumentError
 from lazymods.state.files.opening import held, open_checkpoint
 from lazymods.state.files.stored import Array, Checkpoint, StoredTensor, printable, refuse
 
@@ -48,7 +51,7 @@ class OpenCheckpoint(Mapping[str, Array]):
 
         Raises:
             KeyError: If there is no such tensor.
-            ValueError: If the checkpoint is closed.
+            ArgumentError: If the checkpoint is closed.
             CheckpointError: If its bytes are damaged, or it is a folder that another save has replaced.
         """
         tensor = self._tensors[name]
@@ -78,13 +81,15 @@ class OpenCheckpoint(Mapping[str, Array]):
             name: The tensor that it reads, for messages.
 
         Raises:
-            ValueError: If the checkpoint is closed.
+            ArgumentError: If the checkpoint is closed.
             CheckpointError: If it is a folder that another save has replaced.
             Exception: What the function raises.
         """
         if self._is_closed:
             what = repr(name) if name else "it"
-            raise ValueError(f"{printable(str(self.checkpoint.path))} is closed: {what} can't be read any more")
+            needed = f"an open checkpoint: {what} can't be read any more"
+            where = printable(str(self.checkpoint.path))
+            raise ArgumentError(Problem(where, "a checkpoint that is closed", needed, f"lm.open({where!r})"))
         try:
             return function(self.checkpoint)
         finally:
@@ -116,7 +121,7 @@ class OpenCheckpoint(Mapping[str, Array]):
 
     def __repr__(self) -> str:
         """Show the first names with their shapes and dtypes."""
-        lines = [f"  {printable(name)}: {t.dtype}{list(t.shape)}" for name, t in list(self._tensors.items())[:_SHOWN]]
+        lines = [f"  {printable(name)}: {describe(t)}" for name, t in list(self._tensors.items())[:_SHOWN]]
         more = [f"  and {len(self) - _SHOWN} more"] if len(self) > _SHOWN else []
         state = ", closed" if self._is_closed else ""
         shown = repr(printable(str(self.checkpoint.path)))
@@ -124,6 +129,7 @@ class OpenCheckpoint(Mapping[str, Array]):
         return "\n".join([head, *lines, *more])
 
 
+@entry
 def open(path: str | os.PathLike[str], *, variant: str | None = None) -> OpenCheckpoint:
     """Open a checkpoint as a mapping from names to arrays, of which nothing is read before it is asked for.
 

@@ -237,7 +237,7 @@ class _Work:
         except Exception as error:
             count = jax.process_count()
             got = f"a process that is missing where the save {what}: {MISSING_AFTER} s were not enough for all {count}"
-            where, line = printable(str(self._path), 5000), "lm.save(model, path) in every process"
+            where, line = printable(str(self._path), 5000), "lm.save(model, path)  # in every process"
             raise SaveError(Problem(where, got, needed, line)) from error
 
 

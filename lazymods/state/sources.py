@@ -51,7 +51,7 @@ def read_source(
         return read_checkpoint(os.fsdecode(source), read, variant=variant)
     if variant is not None:
         needed = "None: it names files of a folder, and the source is none"
-        raise options.wrong("variant", variant, needed, "the source alone")
+        raise options.wrong("variant", variant, needed, "lm.load(model, source)")
     if isinstance(source, OpenCheckpoint):
         return source.read(read)
     return read(_in_memory(source, as_stored=as_stored))
@@ -107,7 +107,7 @@ def _stored(name: str, value: Any, path: Path) -> Any:
         return value
     if isinstance(value, Tracer):
         needed = "a value: it is laid anew by numpy, outside of any transform"
-        line = "lm.load before the transform, or lm.load_state_dict in it"
+        line = "lm.load(model, source)  # before the transform; in it, lm.load_state_dict"
         problem = Problem(name, describe(value), needed, line)
         return StoredTensor(name, tuple(value.shape), np.dtype(value.dtype), path, partial(_refuse, problem, path))
     if isinstance(value, jax.Array):
@@ -122,7 +122,7 @@ def _stored(name: str, value: Any, path: Path) -> Any:
     if dtype is None or isinstance(value, np.ndarray):
         return value
     got = f"{describe(value)}, which has no array of numbers in memory"  # it matters if it is asked for
-    problem = Problem(name, got, "an array of numbers", f"an array for {name!r}")
+    problem = Problem(name, got, "an array of numbers", f"source[{name!r}] = np.asarray(source[{name!r}])")
     return StoredTensor(name, tuple(value.shape), dtype, path, partial(_refuse, problem, path))
 
 

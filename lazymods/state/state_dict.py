@@ -11,6 +11,7 @@ from flax import nnx
 
 from lazymods import _graph
 from lazymods._errors import Problem, StateDictError
+from lazymods._frames import entry
 from lazymods._graph import hooks_of, run_hooks
 from lazymods._initial.keys import is_key
 from lazymods._layer import stacks
@@ -18,6 +19,7 @@ from lazymods.state.entries import IMPL, check_is_model, named_places, prefix_of
 from lazymods.state.values import is_deleted
 
 
+@entry
 def state_dict(model: nnx.Pytree | Mapping[str, Any], *, include_rng: bool = False) -> dict[str, Any]:
     """Return a model's parameters, statistics and raw arrays by dotted name.
 
@@ -58,12 +60,12 @@ def _state_dict(model: Any, include_rng: bool) -> dict[str, Any]:
         value = place.value
         if is_key(value) and not _graph.is_placeholder(value):
             if is_deleted(value):
-                needed, line = "a key with data", "lm.state_dict(model) before the step that donates the model"
+                needed, line = "a key with data", "lm.state_dict(model)  # before the step that donates the model"
                 raise StateDictError(Problem(place.name, "a random key that was deleted or donated", needed, line))
             out[place.name] = jax.random.key_data(value)
             name = f"{place.name}.{IMPL}"
             if name in places:
-                needed, line = "that name for the key's implementation", f"another name than {IMPL}"
+                needed, line = "that name for the key's implementation", f"module.other = module.{IMPL}  # another name"
                 raise StateDictError(Problem(name, f"an entry beside the key {place.name}", needed, line))
             out[name] = np.frombuffer(str(jax.random.key_impl(value)).encode(), np.uint8)
         else:

@@ -127,7 +127,7 @@ def _model_of(state: Any, optimizer: LazyOptimizer, prefix: str, own: Mapping[st
             f"an optimizer without a state, beside {len(modules)} modules: "
             f"{', '.join(map(dotted, modules)) or 'none'}, whose states the entries do not fit",
             "one module, whose parameters the optimizer's state is made for",
-            "lm.load(model, path) of the module, then lm.load of nnx.Optimizer(model, tx, wrt=nnx.Param)",
+            "lm.load(model, path)  # of the module, then lm.load of nnx.Optimizer(model, tx, wrt=nnx.Param)",
         )
     )
 

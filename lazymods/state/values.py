@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from lazymods._errors import describe
+from lazymods._errors import describe, short_dtype
 from lazymods._layer.placeholder import strongly_typed
 from lazymods.state.files.stored import Unread
 
@@ -101,7 +101,7 @@ def cast_problem(array: Any, dtype: Any) -> str | None:
     if dtype == np.bool_ and not bool(np.all((np.asarray(array) == 0) | (np.asarray(array) == 1))):
         return "only zeros and ones, for a boolean"
     if jnp.issubdtype(dtype, jnp.inexact) and not isinstance(array, Tracer) and not _stays_finite(array, dtype):
-        return f"numbers of a size that {np.dtype(dtype).name} has"
+        return f"numbers of a size that {short_dtype(dtype)} has"
     return None
 
 
@@ -134,9 +134,9 @@ def _integer_problem(array: np.ndarray[Any, Any], dtype: Any) -> str | None:
     if not jnp.issubdtype(array.dtype, np.integer):
         array = array.astype(np.float64)
         if not bool(np.all(np.isfinite(array) & (np.trunc(array) == array))):
-            return f"whole numbers, for {np.dtype(dtype).name}"
+            return f"whole numbers, for {short_dtype(dtype)}"
     if int(array.min()) < int(info.min) or int(array.max()) > int(info.max):
-        return f"numbers from {info.min} to {info.max}, for {np.dtype(dtype).name}"
+        return f"numbers from {info.min} to {info.max}, for {short_dtype(dtype)}"
     return None
 
 

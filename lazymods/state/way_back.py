@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from lazymods._errors import Problem
+from lazymods._errors import Problem, describe, short_dtype
 from lazymods.state.entries import IMPL, named_places
 from lazymods.state.files.stored import Array, StoredTensor
 from lazymods.state.flow import Slices, Unfit
@@ -26,7 +26,7 @@ from lazymods.state.noted import WayBack
 from lazymods.state.state_dict import state_dict
 from lazymods.state.values import as_array, cast_problem, same_values
 
-_WITHOUT = "lm.export_torch(model) without like"
+_WITHOUT = "lm.export_torch(model)  # without like"
 _NORMED = re.compile(r"(?:(.*\.)?parametrizations\.(\w+)\.original1|(.*\.)?(\w+)_v)")
 
 
@@ -194,7 +194,7 @@ def _as_in_file(name: str, value: Array, like: StoredTensor, problems: list[Prob
         return value
     reason = cast_problem(value, like.dtype)
     if reason is not None:
-        got = f"{value.dtype}{list(value.shape)}, and {like.dtype} in the file"
+        got = f"{describe(value)}, and {short_dtype(like.dtype)} in the file"
         problems.append(Problem(name, got, reason, _WITHOUT))
         return value
     with np.errstate(all="ignore"):

@@ -16,11 +16,12 @@ import numpy as np
 from flax import nnx
 from jax.core import Tracer
 
-from lazymods import _compat, _graph
+from lazymods import _compat, _frames, _graph
 from lazymods._errors import CheckpointError, LazyError, Problem, UninitializedError, describe
 from lazymods._layer import stacks
 from lazymods._layer.asked import SIZE_LINE
 from lazymods._memory import ALIGNMENT
+from lazymods._progress import Advance, telling
 from lazymods._spread import on_host
 from lazymods.state import plain
 from lazymods.state.entries import check_is_model, is_training_state, named_places
@@ -37,6 +38,7 @@ Values = Mapping[str, Any]  # arrays of numpy and of JAX, each of which is broug
 Notes = dict[str, dict[str, str]]  # ALIASES and WEAK, those that there are
 
 
+@_frames.entry
 def save(
     model: Any, path: str | os.PathLike[str], *, include_rng: bool | None = None, wait: bool = True
 ) -> PendingSave | None:
@@ -99,15 +101,17 @@ def save(
         raise CheckpointError(*problems)
     weak = {name: v.dtype.name for name, v in values.items() if is_weak(v)}
     notes = {key: texts for key, texts in ((ALIASES, aliases), (WEAK, weak)) if texts}
+    title = f"saving {printable(target.name)}"
     if target.suffix:
-        writers[target.suffix](target, {name: _known(value) for name, value in values.items()}, notes)
+        known = {name: _known(value) for name, value in values.items()}
+        with telling(title, sum(value.nbytes for value in known.values())) as advance:
+            writers[target.suffix](target, known, notes, advance)
         return None
-    with _told(target):
+    with _told(target), telling(title):
         pending = begin_orbax(target, values, notes)
-    if not wait:
-        return pending
-    pending.wait()
-    return None
+        if wait:
+            pending.wait()
+    return None if wait else pending
 
 
 @contextlib.contextmanager
@@ -145,9 +149,11 @@ def _refuse_without_values(model: Any, path: Path, *, include_rng: bool) -> None
         if place.is_rng and not include_rng:
             continue
         if is_deleted(value):
-            got, line = "an array that was deleted or donated", "lm.save before the step that donates it"
+            got = "an array that was deleted or donated"
+            line = "lm.save(model, path)  # before the step that donates it"
         elif isinstance(value, Tracer):
-            got, line = f"{describe(value)}, a traced value of a transform", "lm.save outside of the transform"
+            got = f"{describe(value)}, a traced value of a transform"
+            line = "lm.save(model, path)  # outside of the transform"
         else:
             continue
         where = printable(f"{path.name}: {place.name}")
@@ -175,9 +181,10 @@ def _collect(
             continue
         aliases.pop(name, None)
         held = plain.stored(name, value.get_raw_value() if isinstance(value, nnx.Variable) else value)
-        needed, line = "an array, a random key, a number or a text: a file holds nothing else", "it as an array"
+        needed = "an array, a random key, a number or a text: a file holds nothing else"
+        line = "state[name] = jnp.asarray(state[name])"
         if not _is_text(name):
-            got, needed, line = describe(value), "a name that UTF-8 can hold", "another name for it"
+            got, needed, line = describe(value), "a name that UTF-8 can hold", "state[other_name] = state.pop(name)"
         elif held is None:
             got = _with_its_type(value)
         elif held[0] != name and held[0] in entries:
@@ -186,7 +193,8 @@ def _collect(
             values[held[0]] = held[1]
             continue
         where = printable(f"{path.name}: {name}")
-        problems.append(Problem(where, got, needed, f"lm.save of a state without {printable(name)}, or with {line}"))
+        line = f"{line}  # or del state[name], before lm.save(state, path)"
+        problems.append(Problem(where, got, needed, line))
     return values, aliases, problems
 
 
@@ -213,7 +221,8 @@ def _format_problem(path: Path, name: str, value: Any) -> Problem | None:
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
         got = "an array that is spread over several processes"
         needed = "values that this process has, for a single file: Orbax writes a folder from all of them"
-        return Problem(where, got, needed, f"lm.save(model, '{printable(str(path.with_suffix('')))}') in every process")
+        line = f"lm.save(model, {printable(str(path.with_suffix('')))!r})  # in every process"
+        return Problem(where, got, needed, line)
     dtype = _native(value.dtype)
     if path.suffix == ".safetensors":
         kind, is_held = "safetensors", dtype in safetensors.NAMES and name != safetensors.METADATA
@@ -222,8 +231,10 @@ def _format_problem(path: Path, name: str, value: Any) -> Problem | None:
         kind, is_held = "npz", is_name and not dtype.hasobject
     if is_held:
         return None
-    got = f"{dtype.name}{list(value.shape)}"
-    return Problem(where, got, f"a name and a dtype that {kind} can hold", "another dtype, or format")
+    got = describe(value)
+    return Problem(
+        where, got, f"a name and a dtype that {kind} can hold", "array.astype(np.float32)  # or another name, or format"
+    )
 
 
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -239,7 +250,7 @@ def _to_host(value: Any) -> Array:
 # ---------------------------------------------------------------- formats
 
 
-def write_safetensors(path: Path, values: Values, notes: Notes) -> None:
+def write_safetensors(path: Path, values: Values, notes: Notes, advance: Advance | None = None) -> None:
     """Write a safetensors file whose tensors lie on multiples of 64 bytes, all whose sizes allow it.
 
     The format has no holes, so those whose size is no multiple of 64 come last. One value at a time is on the host.
@@ -260,9 +271,11 @@ def write_safetensors(path: Path, values: Values, notes: Notes) -> None:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:
             file.write(_bytes_of(_to_host(values[name])))
+            if advance is not None:
+                advance(values[name].nbytes)
 
 
-def write_npz(path: Path, values: Values, notes: Notes) -> None:
+def write_npz(path: Path, values: Values, notes: Notes, advance: Advance | None = None) -> None:
     """Write an npz archive; dtypes that numpy has no name for go as raw bytes, their names in an entry of its own.
 
     One value at a time is on the host.
@@ -275,6 +288,8 @@ def write_npz(path: Path, values: Values, notes: Notes) -> None:
             raw = array.view(np.dtype((np.void, array.dtype.itemsize))) if name in dtypes else array
             _write_npy(archive, name, raw)
             del array, raw
+            if advance is not None:
+                advance(value.nbytes)
         for key, texts in extras.items():
             _write_npy(archive, key, texts_as_array(texts))
 

@@ -23,14 +23,14 @@ def model() -> Any:
 def test_each_parameter_says_how_it_is_made() -> None:
     report = lm.infer_shapes(model(), spec(2, 4))
     assert [[p.init for p in row.parameters] for row in report.rows] == [
-        ["variance_scaling, kernel 1", "0.0"],
-        ["normal, kernel 2", "0.5"],
-        ["orthogonal", "0.0"],
-        ["variance_scaling, kernel 1", "0.0"],
+        ["lecun_normal, kernel 1", "zeros"],
+        ["normal(stddev=0.01), kernel 2", "all 0.5"],
+        ["orthogonal(scale=1)", "zeros"],
+        ["he_normal, kernel 1", "zeros"],
     ]
     assert report.kernels == 2
     text = report.table(verbose=True)
-    assert "variance_scaling, kernel 1" in text and "2 compiled kernels for all shapes" in text
+    assert "lecun_normal," in text and "kernel 1" in text and "2 compiled kernels for all shapes" in text
 
 
 def test_materialize_returns_the_plan_that_it_followed() -> None:
@@ -50,7 +50,7 @@ def test_what_has_a_value_is_not_planned() -> None:
 
 def test_keys_of_another_kind_are_drawn_from_no_kernel() -> None:
     layer = lm.LazyLinear(3, rngs=nnx.Rngs(jax.random.key(0, impl="rbg")))
-    assert [p.init for p in lm.infer_shapes(layer, spec(2, 4)).rows[0].parameters] == ["variance_scaling", "0.0"]
+    assert [p.init for p in lm.infer_shapes(layer, spec(2, 4)).rows[0].parameters] == ["lecun_normal", "zeros"]
 
 
 class Scaled(lm.LazyModuleMixin, nnx.Module):

@@ -157,7 +157,7 @@ ARGUMENTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("make", ARGUMENTS.values(), ids=ARGUMENTS)
 def test_constructor_arguments(make: Callable[[], Any]) -> None:
-    with pytest.raises(lm.ConfigurationError, match=r"Lazy\w+\n  got: (.|\n)*write:  Lazy\w+\("):
+    with pytest.raises(lm.ConfigurationError, match=r"Lazy\w+\n  got: (.|\n)*write:  (lm[.])?Lazy\w+\("):
         make()
 
 

@@ -97,7 +97,7 @@ def test_what_is_not_known_yet() -> None:
 
 def test_a_parameter_of_unknown_rank() -> None:
     row = lm.summary(nnx.Dict(w=lm.UninitializedParameter())).rows[0]
-    assert row.parameters[0].shape is None and row.size is None and str(row.parameters[0]) == "w ?"
+    assert row.parameters[0].shape is None and row.size is None and str(row.parameters[0]) == "w f32[...]"
 
 
 def test_layers_that_are_not_reached() -> None:
@@ -235,13 +235,13 @@ def test_text() -> None:
     assert "LazyLinear (lazy)" in lines[0] and "f32[32,784] ->" in lines[0] and " f32[32,16] " in text
     assert max(map(len, (head, *lines))) <= 100
     assert "12,560" in lines[0] and "49.1 KiB" in lines[0]
-    assert any("kernel (784, 16) float32" in line for line in lines)
+    assert any("kernel f32[784,16]" in line for line in lines)
     assert foot.startswith("total: 12,628 parameters, 49.3 KiB; ") and "FLOPs" in foot and "f32[32,4]" in foot
 
 
 def test_text_of_what_is_unknown() -> None:
     text = str(lm.summary(lazy_mlp()))
-    assert "kernel (?, 16)" in text and " ? " in text
+    assert "kernel f32[?,16]" in text and " ? " in text
     assert text.splitlines()[-1] == "total: 20 parameters, 80 B, and what is not known yet (?)"
 
 
@@ -250,16 +250,19 @@ def test_a_wide_table_is_not_cut() -> None:
     for _ in range(12):
         model = nnx.Sequential(model)
     path = ".".join(["layers.0"] * 12)
-    line = next(line for line in str(lm.infer_shapes(model, spec(2, 8))).splitlines() if line.startswith(path))
-    assert "f32[2,8] -> f32[2,4]" in line and "144 B" in line and "…" not in line
+    _, *lines, _ = str(lm.infer_shapes(model, spec(2, 8))).splitlines()
+    assert "144 B" in lines[0] and max(map(len, lines)) <= 100
+    assert "".join(line.split("  ")[0] for line in lines) == path  # folded after dots, and not cut
 
 
 def test_more_is_told_if_asked_for() -> None:
     report = lm.infer_shapes(lazy_mlp(), spec(32, 784))
-    assert "in_features" not in str(report) and "variance_scaling" not in str(report)
-    head, first, *_ = report.table(verbose=True).splitlines()
+    assert "in_features" not in str(report) and "lecun_normal" not in str(report)
+    text = report.table(verbose=True)
+    head, *lines = text.splitlines()
+    first = " ".join(lines[:3])
     assert head.split()[-2:] == ["inferred", "init"]
-    assert "in_features=784" in first and "variance_scaling, kernel 1" in first
+    assert "in_features=784" in first and "lecun_normal" in first
     ready = lm.infer_shapes(plain_mlp(784), spec(32, 784))
     assert report.footer() == ready.footer() and "1 compiled kernel for all shapes" in report.footer(verbose=True)
 
@@ -281,17 +284,18 @@ def test_what_does_not_fit_in_100_columns_is_folded_where_texts_are_long() -> No
     lines = str(report).splitlines()[:-1]
     assert max(map(len, lines)) <= 100 and len(lines) > 2
     whole = "".join(line[16:].split("  ")[0] for line in lines[1:])
-    assert "w (2, 3) float32" in lines[1] and "input_0: f32[2,3]" in whole.replace(" ", " ")
+    assert "w f32[2,3]" in lines[1] and "input_0: f32[2,3]" in whole
 
 
 def test_buffers_are_counted_apart() -> None:
     model = nnx.Sequential(lm.LazyLinear(4, rngs=nnx.Rngs(0)), lm.LazyBatchNorm(rngs=nnx.Rngs(0)))
-    assert "total: 32 parameters, 128 B; 8 of them in buffers" in str(lm.infer_shapes(model, spec(2, 3)))
+    totals = "total: 32 parameters, 128 B; Param 24 (96 B) + BatchStat 8 (32 B); output"
+    assert totals in str(lm.infer_shapes(model, spec(2, 3)))
 
 
 def test_a_module_that_is_a_layer_itself() -> None:
     text = str(lm.infer_shapes(lm.LazyLinear(4, rngs=nnx.Rngs(0)), spec(2, 8)))
-    assert text.splitlines()[1].startswith("(model)  LazyLinear (lazy)  f32[2,8] -> f32[2,4]  kernel (8, 4) float32")
+    assert text.splitlines()[1].startswith("(model)  LazyLinear (lazy)  f32[2,8] -> f32[2,4]  kernel f32[8,4]")
 
 
 SIZES = {500: "500 B", 2048: "2.0 KiB", 3 * 2**20: "3.0 MiB", 5 * 2**30: "5.0 GiB"}
@@ -334,7 +338,7 @@ def test_html_has_the_cells_of_the_table() -> None:
     parser.feed(report._repr_html_())
     heads, cells = report.cells()
     assert parser.rows == [heads, *cells]
-    assert report._repr_html_().endswith(f"<p>{report.footer()}</p>")
+    assert report.footer() in report._repr_html_()
 
 
 def test_html_is_escaped() -> None:

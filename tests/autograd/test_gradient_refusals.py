@@ -15,11 +15,11 @@ X = jnp.array([1.0, 2.0, 3.0])
 SCALAR = "one real number: its gradient is what is asked for"
 PAIR = "a pair, since has_aux=True: the scalar, and what else there is"
 NUMBERS = "real or complex numbers: nothing else has a derivative"
-CAST = "x.astype(jnp.float32) where it is made, or another argnums"
+CAST = "x.astype(jnp.float32)  # where it is made; or another argnums"
 TRAINED = "a parameter that is trained: those that are frozen have no gradient"
-THAW = "lm.autograd.requires_grad_(model) before, or argnums=nnx.DiffState(0, nnx.Param) for all the same"
+THAW = "lm.autograd.requires_grad_(model)  # before; or argnums=nnx.DiffState(0, nnx.Param) for all the same"
 PLACES = "the number of an argument, from 0, an nnx.DiffState, or a tuple of these"
-EXAMPLES = "argnums=0, argnums=(0, 1), or argnums=nnx.DiffState(0, nnx.Param)"
+EXAMPLES = "argnums=0  # or argnums=(0, 1), or argnums=nnx.DiffState(0, nnx.Param)"
 
 
 def frozen() -> nnx.Linear:
@@ -40,8 +40,8 @@ def total(*args: Any) -> Any:
 
 # what fn is, the options, the arguments; then place, got, needed and the line to write
 CASES: dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], tuple[str, str, str, str]]] = {
-    "vector": (jnp.sin, {}, (X,), ("what fn returned", "f32[3]", SCALAR, "loss.mean(), or loss.sum()")),
-    "size 1": (jnp.sin, {}, (X[:1],), ("what fn returned", "f32[1]", SCALAR, "loss.mean(), or loss.sum()")),
+    "vector": (jnp.sin, {}, (X,), ("what fn returned", "f32[3]", SCALAR, "loss.mean()  # or loss.sum()")),
+    "size 1": (jnp.sin, {}, (X[:1],), ("what fn returned", "f32[1]", SCALAR, "loss.mean()  # or loss.sum()")),
     "nothing": (lambda x: None, {}, (X,), ("what fn returned", "None", SCALAR, "return loss")),
     "an integer value": (
         lambda x: x.sum().astype(int),
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], tuple[str, str, str
         lambda x: jax.lax.complex(x, x).sum(),
         {},
         (X,),
-        ("what fn returned", "c64[]", SCALAR, "loss.real, or jnp.abs(loss)"),
+        ("what fn returned", "c64[]", SCALAR, "loss.real  # or jnp.abs(loss)"),
     ),
     "no pair": (
         total,
@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], tuple[str, str, str
         lambda x: (x, 1),
         {"has_aux": True},
         (X,),
-        ("what fn returned", "f32[3]", SCALAR, "loss.mean(), or loss.sum()"),
+        ("what fn returned", "f32[3]", SCALAR, "loss.mean()  # or loss.sum()"),
     ),
     "by an integer": (total, {}, (jnp.arange(3),), ("argument 0", "i32[3]", NUMBERS, CAST)),
     "by a number": (total, {"argnums": 1}, (X, 2), ("argument 1", "2", NUMBERS, CAST)),
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], tuple[Any, ...], tuple[str, str, str
         total,
         {"argnums": 3},
         (X,),
-        ("argnums", "3", "a number below 1, the number of arguments", "argnums=0, for the first one"),
+        ("argnums", "3", "a number below 1, the number of arguments", "argnums=0  # for the first one"),
     ),
 }
 

@@ -88,7 +88,7 @@ def test_the_error_says_what_to_write() -> None:
         "lm.autograd.grad: unused.kernel\n"
         "  got:    a lazy parameter that the function does not reach, so that its shape is not known\n"
         "  needed: a shape: the gradient by what is not reached is zeros of it\n"
-        "  write:  layer(x) once or lm.materialize(layer, x) before; or remove the layer, or freeze it: "
+        "  write:  lm.materialize(layer, x)  # before; or remove the layer; or freeze it: "
         "lm.autograd.requires_grad_(layer, False)"
     )
     ag.requires_grad_(model.unused, False)

@@ -195,7 +195,7 @@ def test_an_output_alone_that_vmap_maps_is_refused() -> None:
         "a module with backward hooks, under jax.vmap\n"
         "  got:    outputs that are mapped, of inputs and parameters that are not\n"
         "  needed: an input, or a Variable of the module, that vmap maps: hooks run for each example\n"
-        "  write:  what else the module computes with, as an argument of its call"
+        "  write:  module(x, other)  # what else it computes with, as an argument of its call"
     )
     scale = 1.0
 

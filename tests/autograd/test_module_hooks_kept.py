@@ -200,7 +200,7 @@ def test_what_is_no_module_or_no_function_is_refused(register: Any) -> None:
     name = f"lm.autograd.{register.__name__}"
     assert str(error.value) == (
         f"{name}\n  got:    Param\n  needed: an nnx.Module: the hook runs in the backward pass of its calls\n"
-        f"  write:  {name}(model.layer, fn), or lm.autograd.register_hook(variable, fn) for a Variable"
+        f"  write:  {name}(model.layer, fn)  # for a Variable, lm.autograd.register_hook(variable, fn)"
     )
     with pytest.raises(lm.ArgumentError, match=f"{name}\n  got:    an int"):
         register(Ours(len), 3)
@@ -256,7 +256,7 @@ def test_a_callback_of_nnx_jit_does_not_change_hooks(kind: str, what: str, twice
         "Ours\n"
         f"  got:    the {what} of a hook by a callback of a compiled function that has the module as an argument\n"
         "  needed: that before the call or after it: the function gives the module back with the hooks that it had\n"
-        "  write:  the same line where the function has returned"
+        "  write:  handle.remove()  # this line, where the function has returned"
     }
     handle.remove()
     assert type(module) is Ours and len(told) == (2 if twice else 3)

@@ -261,9 +261,9 @@ def four(where: str, got: str, write: str, needed: str = "an array or a number, 
     return f"lm.autograd.safe_where{where}\n  got:    {got}\n  needed: {needed}\n  write:  {write}"
 
 
-OPTION = "lambda x: fn(x, option), for what is an option of fn and no array"
+OPTION = "lambda x: fn(x, option)  # for what is an option of fn and no array"
 BROADCAST = "shapes that broadcast with each other: one element of each for one of the result"
-ROWS = "mask[:, None] for a mask of rows; arrays of another shape in a closure: lambda x: x @ w"
+ROWS = "mask[:, None]  # for a mask of rows; arrays of another shape in a closure: lambda x: x @ w"
 KEY = jax.random.key(0)
 REFUSED: dict[str, tuple[Any, tuple[Any, ...], Any, str]] = {
     "mask": ("x > 0", (1.0,), 0.0, four(": mask", "'x > 0'", "safe_where(x > 0, jnp.log, x)")),
@@ -319,7 +319,7 @@ def test_what_does_not_work_element_by_element_is_refused() -> None:
     assert str(error.value) == (
         "lm.autograd.safe_where: what fn returned\n  got:    f32[]\n"
         "  needed: an array of the shape (2,), to which the mask and the arguments broadcast: one element for each\n"
-        "  write:  a function that works element by element, such as jnp.log; reduce what safe_where returns"
+        "  write:  lm.autograd.safe_where(mask, jnp.log, x).sum()  # fn element by element; its result is reduced"
     )
     with pytest.raises(lm.ArgumentError, match="what can be called"):
         safe_where(jnp.array([True]), jnp.ones(1), jnp.ones(1))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

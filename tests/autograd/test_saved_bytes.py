@@ -177,7 +177,7 @@ def test_what_is_kept_on_the_host_is_told():
 
     report = ag.saved_bytes(f, jnp.ones(1000))
     assert (report.total, report.on_host) == (8000, 4000)
-    assert str(report).endswith("total: 8,000 bytes in 2 arrays, 4,000 of them on the host")
+    assert str(report).endswith("total: 8,000 bytes in 2 arrays; 4,000 of them on the host")
 
 
 def test_it_prints_as_a_table():
@@ -193,7 +193,7 @@ def test_it_prints_as_a_table():
         "(argument)        1      4  f32[] scale",
         "inner             1  4,000  f32[10,100] exp",
         "(no module)       1  4,000  f32[10,100] cos",
-        "total: 8,004 bytes in 3 arrays, 4 of them arguments and parameters",
+        "total: 8,004 bytes in 3 arrays; 4 of them arguments and parameters",
     ]
     assert repr(report) == str(report)
 
@@ -213,7 +213,7 @@ def test_what_has_no_gradient_is_refused(f, args, got):
         "lm.autograd.saved_bytes",
         f"  got:    {got}",
         "  needed: a function that floats go into and come out of: what it keeps is for its gradient",
-        "  write:  lm.autograd.saved_bytes(loss, model, x), with a loss that returns a float",
+        "  write:  lm.autograd.saved_bytes(loss, model, x)  # with a loss that returns a float",
     ]
 
 

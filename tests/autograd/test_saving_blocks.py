@@ -160,8 +160,8 @@ def test_recompute_is_the_function_itself(kind):
 
 # ---------------------------------------------------------------- bad input
 
-_UNDO = "unpack that undoes what pack does, shape and dtype too: lambda kept: kept.astype(jnp.float32)"
-_HOW_TO_CLOSE = "what unpack needs as part of what pack returns: lambda a: (a / a.max(), a.max())"
+_UNDO = "lambda kept: kept.astype(jnp.float32)  # unpack undoes what pack does, shape and dtype too"
+_HOW_TO_CLOSE = "lambda a: (a / a.max(), a.max())  # pack returns all that unpack needs"
 
 
 def told(error):
@@ -193,7 +193,7 @@ def test_a_pack_that_gives_no_arrays_is_refused(kept, got):
         "lm.autograd.saved_tensors_hooks, pack",
         f"  got:    {got}",
         "  needed: a pytree of arrays: what is kept is part of the program",
-        "  write:  what is to be kept as an array, or as a tuple or dict of arrays",
+        "  write:  lambda a: (a, a.max())  # pack returns an array, or a tuple or dict of arrays",
     ]
 
 
@@ -210,7 +210,7 @@ def test_a_second_derivative_through_integers_is_refused(how):
         "lm.autograd.saved_tensors_hooks, pack",
         "  got:    i8[3] for f32[3], in a second derivative",
         "  needed: floats for floats, as the derivative of the gradient goes through pack and unpack",
-        "  write:  with the block around what is differentiated once, or a pack that gives floats",
+        "  write:  lambda a: a.astype(jnp.bfloat16)  # pack gives floats; or differentiate once inside of the block",
     ]
 
 

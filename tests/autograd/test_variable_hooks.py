@@ -302,7 +302,7 @@ def test_what_is_no_variable_or_no_function_is_refused(register: Any) -> None:
         f"{name}\n"
         "  got:    Net\n"
         "  needed: an nnx.Variable, such as a parameter: a hook runs on its gradient\n"
-        f"  write:  {name}(model.kernel, fn), or lm.autograd.register_full_backward_hook(module, fn) for a module"
+        f"  write:  {name}(model.kernel, fn)  # for a module, lm.autograd.register_full_backward_hook(module, fn)"
     )
     with pytest.raises(lm.ArgumentError, match=f"{name}\n  got:    an int"):
         register(Net().first.bias, 3)
@@ -357,7 +357,7 @@ def test_a_result_that_would_be_lost_is_refused() -> None:
         "first.bias (Param)\n"
         f"  got:    f32[5], returned by the post-accumulate hook {late.__qualname__}\n"
         "  needed: None: the gradient is final then, and what a hook returns would be lost\n"
-        "  write:  lm.autograd.register_hook(variable, fn) for a hook that replaces the gradient"
+        "  write:  lm.autograd.register_hook(variable, fn)  # for a hook that replaces the gradient"
     )
 
 
@@ -376,7 +376,7 @@ def test_a_variable_that_never_gets_a_value_is_told() -> None:
         rest = (
             "\n  got:    no value, and a hook that waits for its gradient"
             "\n  needed: a value: what has none has no gradient, and the hook would never run"
-            "\n  write:  lm.materialize(model, x) before, or handle.remove() for a layer that is not used"
+            "\n  write:  lm.materialize(model, x)  # before; or handle.remove(), for a layer that is not used"
         )
         names = [f"extra.{n} (UninitializedParameter){rest}" for n in ("bias", "kernel")]
         assert str(error.value) == "\n".join(names)

@@ -273,7 +273,7 @@ def test_export_of_a_function_that_returns_a_model() -> None:
         "test_export_of_a_function_that_returns_a_model.<locals>.<lambda>\n"
         "  got:    a function that returns an nnx object\n"
         "  needed: a function of arrays that returns arrays: an artifact holds no Python objects\n"
-        "  write:  return nnx.state(module), or the arrays themselves"
+        "  write:  return nnx.to_pure_dict(nnx.state(module))  # or the arrays themselves"
     )
 
 

@@ -197,7 +197,7 @@ def test_an_ordered_effect_beside_a_meta_kernel_is_refused_where_it_is_compiled(
         "Operator 'op'\n"
         "  got:    a kernel with an ordered effect (OrderedIOEffect) beside a Meta kernel, in a compiled program\n"
         "  needed: no order: with a Meta kernel, the kernels are traced when the program around them has been made\n"
-        "  write:  io_callback(..., ordered=False) or jax.debug.print(..., ordered=False); or the operator without a "
+        "  write:  jax.debug.print(..., ordered=False)  # or io_callback(..., ordered=False); or no "
         "Meta kernel"
     )
     for fine in (op, *map(IN_PROGRAMS[how], (operator(CPU=lambda x: printing(x, ordered=True)),))):

@@ -93,7 +93,7 @@ def test_one_file_of_several_processes_is_refused(ran: Any) -> None:
             f"refused{suffix}: fc2.kernel",
             "  got:    an array that is spread over several processes",
             "  needed: values that this process has, for a single file: Orbax writes a folder from all of them",
-            f"  write:  lm.save(model, '{folder / 'refused'}') in every process",
+            f"  write:  lm.save(model, '{folder / 'refused'}')  # in every process",
         ]
     assert not list(folder.glob("*refused*"))
 
@@ -121,7 +121,7 @@ def test_a_process_that_does_not_save_is_missed_and_not_waited_for_for_ever(ran:
         f"{folder / 'absent'}\n"
         "  got:    a process that is missing where the save begins: 2.0 s were not enough for all 2\n"
         f"  needed: a call of lm.save for {folder / 'absent'} in every process, in the same order\n"
-        "  write:  lm.save(model, path) in every process",
+        "  write:  lm.save(model, path)  # in every process",
         False,
     ]
     assert results[1]["absent"] == ["", False]

@@ -312,12 +312,12 @@ def test_numbers_that_do_not_fit_are_found_in_their_parts(name: str, lazy: bool,
     assert text.endswith(
         f"fc1.bias ({'UninitializedParameter' if lazy else 'Param'})\n"
         "  got:    f32[32]\n"
-        "  needed: numbers of a size that float16 has\n"
-        "  write:  fc1.bias in a dtype that casts to float16\n"
+        "  needed: numbers of a size that f16 has\n"
+        "  write:  array.astype('float16')  # or another dtype that casts to it\n"
         f"fc2.kernel ({'UninitializedParameter' if lazy else 'Param'})\n"
         "  got:    f32[32,16]\n"
-        "  needed: numbers of a size that float16 has\n"
-        "  write:  fc2.kernel in a dtype that casts to float16"
+        "  needed: numbers of a size that f16 has\n"
+        "  write:  array.astype('float16')  # or another dtype that casts to it"
     ), text
     assert lm.is_lazy(model.fc1) == lazy and all(a is before[n] for n, a in (arrays(model) if before else {}).items())
 

@@ -179,7 +179,7 @@ def test_what_is_set_without_the_layers_is_refused() -> None:
         "bias in the blocks of a Stack",
         "  got:    a value of shape (8,)",
         "  needed: an axis of the 3 layers in front",
-        "  write:  stack.each(lambda block: ...), which sets it in each block",
+        "  write:  stack.each(lambda block: ...)  # sets it in each block",
     ]
 
 

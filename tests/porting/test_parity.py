@@ -289,7 +289,7 @@ def test_what_is_no_port_is_refused(torch_net: Any):
 norm.scale
   got:    no value yet
   needed: a value: only an initialized model can be compared
-  write:  lm.load(model, ...) before lm.parity""")
+  write:  lm.load(model, torch_module, layout='torch')  # before lm.parity""")
 
 
 def test_an_error_of_the_model_is_its_own(torch_net: Any, file: Path):

@@ -178,7 +178,7 @@ def test_a_lazy_module_of_pytorch_is_refused():
 bias (PyTorch)
   got:    no value yet
   needed: a value: only an initialized model can be compared
-  write:  torch_module(x) once, before lm.load and lm.parity""")
+  write:  torch_module(x)  # once, before lm.load and lm.parity""")
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
@@ -238,7 +238,7 @@ def test_inside_of_a_trace_there_is_nothing_to_compare():
 lm.parity
   got:    a call inside a transform, or a block of lazy tensors
   needed: values: PyTorch has to run on the same ones
-  write:  lm.parity outside of it"""
+  write:  lm.parity(model, torch_module, x)  # outside of it"""
     not_a_module: Any = lambda x: x  # noqa: E731
     with pytest.raises(TypeError, match=r"lm\.parity: model\n  got:    function\n  needed: an nnx\.Module"):
         lm.parity(not_a_module, net, x)

@@ -76,9 +76,9 @@ class Even(nnx.Module):
         return x
 
 
-SKIP = 'mismatched="skip" to leave it out, or an entry that fits'
+SKIP = 'mismatched="skip"  # leaves it out'
 AGREE = "entries that agree on the layer's sizes"
-SAME_LAYER = "entries of one and the same layer"
+SAME_LAYER = "lm.load_state_dict(layer, lm.state_dict(other))  # entries of one and the same layer"
 
 TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "shape-lazy": (
@@ -97,54 +97,58 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         entries(kernel=jnp.ones((3, 4), jnp.complex64)),
         f"{heading('Linear')}\n"
         + part("kernel (Param)", "c64[3,4]", "a real array, for c64[3,4] would lose its imaginary part",
-               "kernel in a dtype that casts to float32"),
+               "array.astype('float32')  # or another dtype that casts to it"),
     ),
     "range": (
         lambda: nnx.Dict(n=nnx.Param(jnp.zeros(2, jnp.int8))),
         {"n": np.array([1, 200])},
         f"{heading('Dict')}\n"
-        + part("n (Param)", "i64[2]", "numbers from -128 to 127, for int8", "n in a dtype that casts to int8"),
+        + part("n (Param)", "i64[2]", "numbers from -128 to 127, for i8",
+               "array.astype('int8')  # or another dtype that casts to it"),
     ),
     "no-array": (
         linear,
         entries(bias="zeros"),
         f"{heading('Linear')}\n"
-        + part("bias (Param)", "a value of type str", "an array of numbers", "jnp.asarray(...) for bias"),
+        + part("bias (Param)", "a value of type str", "an array of numbers", "state['bias'] = jnp.asarray(value)"),
     ),
     "ties": (
         tied,
         {"0.kernel": jnp.ones((3, 4)), "1.kernel": jnp.zeros((3, 4)), "0.bias": jnp.ones(4), "1.bias": jnp.ones(4)},
         f"{heading('List')}\n"
         + part("1.kernel (Param)", "another value than 0.kernel, to which it is tied in the model",
-               "one value for what is one parameter", "equal entries, or only 0.kernel"),
+               "one value for what is one parameter", "state.pop('1.kernel')  # or an equal entry"),
     ),
     "missing-and-unexpected": (
         linear,
         {"kernel": jnp.ones((3, 4)), "weight": jnp.ones(1)},
         f"{heading('Linear')}\n"
+        "  cause:  PyTorch's names, such as weight\n"
+        '  write:  lm.load(model, source, layout="torch")  # if PyTorch wrote it; source: the file, or the state dict\n'
         + part("bias", "no entry in the state dict", "an entry for each parameter of the model",
-               "an entry for it: lm.state_dict, or a checkpoint, of a model like this one")
+               "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one")
         + "\n"
         + part("weight", "f32[1], an entry that the model has no parameter for", "only entries of the model",
-               "strict=False to leave it out"),
+               'lm.load(model, source, layout="torch")  # if PyTorch wrote it; source: the file, or the state dict'),
     ),
     "uninitialized": (
         linear,
         lm.state_dict(linear(lazy=True)),
         f"{heading('Linear')}\n"
         + part("bias (Param)", "an uninitialized entry of shape (4,)",
-               "a value: the model's parameter has one, f32[4]", "lm.materialize(other, x) before lm.state_dict(other)")
+               "a value: the model's parameter has one, f32[4]",
+               "lm.materialize(other, x)  # before lm.state_dict(other)")
         + "\n"
         + part("kernel (Param)", "an uninitialized entry of shape (?, 4)",
                "a value: the model's parameter has one, f32[3,4]",
-               "lm.materialize(other, x) before lm.state_dict(other)"),
+               "lm.materialize(other, x)  # before lm.state_dict(other)"),
     ),
     "uninitialized-of-unknown-rank": (
         lambda: nnx.Dict(w=nnx.Param(jnp.ones(2))),
         {"w": lm.UninitializedParameter()},
         f"{heading('Dict')}\n"
         + part("w (Param)", "an uninitialized entry of shape ?", "a value: the model's parameter has one, f32[2]",
-               "lm.materialize(other, x) before lm.state_dict(other)"),
+               "lm.materialize(other, x)  # before lm.state_dict(other)"),
     ),
     "sizes-disagree": (
         lambda: nnx.Dict(norm=lm.LazyLayerNorm(rngs=nnx.Rngs(0))),
@@ -179,7 +183,8 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         hooked,
         {"0.kernel": jnp.ones((3, 4)), "0.bias": jnp.zeros(4)},
         "a hook refuses the state dict for List\n"
-        + part("List", "no '0.' today", "entries that the hook accepts", "another state dict"),
+        + part("List", "no '0.' today", "entries that the hook accepts",
+               "lm.load_state_dict(model, lm.state_dict(other))"),
     ),
     "key-implementation": (
         lambda: nnx.Dropout(0.5, rngs=nnx.Rngs(0)),

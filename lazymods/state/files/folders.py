@@ -58,7 +58,7 @@ def open_folder(path: Path, variant: str | None) -> Checkpoint | None:
         if len(candidates) > 1:
             shown = ", ".join(candidates[:8]) + (", ..." if len(candidates) > 8 else "")
             needed = "one index, or one file: which of them is meant is not known"
-            line = f"the path of one: {printable(str(path / candidates[0]), 5000)}"
+            line = f"lm.load(model, {printable(str(path / candidates[0]), 5000)!r})"
             raise refuse(path, printable(shown, 1000), needed, write=line)
         if candidates:
             return _opened(path, candidates[0])

@@ -225,7 +225,7 @@ def _dtype(path: Path, name: str, header: _Header, stored_as: str | None) -> np.
     if void is not None:
         got = f"{void[1]} raw bytes a value, dtype {header.descr}: what numpy.savez makes of bfloat16 and its like"
         needed = "values whose dtype the file names"
-        write = f"{printable(name)}.astype(numpy.float32) into the file, or lazymods.save(model, path)"
+        write = "np.savez(path, **{k: v.astype(np.float32) for k, v in arrays.items()})  # or lm.save(model, path)"
         raise refuse(path, got, needed, tensor=name, write=write)
     if not _READABLE.fullmatch(header.descr):
         kinds = {"O": "Python objects, which are pickles and are not read", "U": "texts", "S": "texts"}

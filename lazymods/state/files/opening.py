@@ -98,7 +98,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, variant: str | None = None)
 
 def _refuse_variant(path: Path, variant: str) -> None:
     needed = "a folder: a variant says which of its files is meant"
-    raise refuse(path, f"a file, and variant={variant!r}", needed, write="the path alone")
+    raise refuse(path, f"a file, and variant={variant!r}", needed, write="lm.load(model, path)  # without variant")
 
 
 @contextlib.contextmanager

@@ -133,7 +133,7 @@ def _item_folder(path: Path) -> Path:
             path,
             f"several items: {shown}",
             "one tree",
-            write=f"the path of one: {printable(str(path / items[0]), 5000)}",
+            write=f"lm.load(model, {printable(str(path / items[0]), 5000)!r})",
         )
     raise refuse(path, f"an Orbax folder without its {_TREE}", "all of what Orbax wrote: the folder is incomplete")
 
@@ -304,7 +304,8 @@ class Held:
             is_same = False
         if not is_same:
             needed = "one and the same folder until all of it is read"
-            raise refuse(self.path, "another save has replaced it while it was read", needed, write="lm.load again")
+            got = "another save has replaced it while it was read"
+            raise refuse(self.path, got, needed, write="lm.load(model, path)  # again")
 
     def __del__(self) -> None:
         """Close it."""

@@ -42,7 +42,7 @@ def _open_folder(path: Path, variant: str | None) -> Checkpoint:
     names = sorted(entry.name for entry in path.iterdir())
     got = f"a folder without a checkpoint, which holds {printable(', '.join(names)) or 'nothing'}"
     needed = "an index, a .safetensors file, a pytorch_model.bin, or what Orbax writes"
-    raise refuse(path, got, needed, write="the path of the file or folder that holds the tensors")
+    raise refuse(path, got, needed, write="lm.load(model, path)  # of the file or folder that holds the tensors")
 
 
 def _open_archive(path: Path) -> Checkpoint:
@@ -62,4 +62,4 @@ def _open_archive(path: Path) -> Checkpoint:
 def _unread_pickle(path: Path, what: str) -> Exception:
     endings = ", ".join(torch_file.SUFFIXES)
     needed = f"safetensors or npz; a pickle can hold code, and is opened under the names {endings} only, and not run"
-    return refuse(path, what, needed, write=f"{printable(path.stem)}.pt for its name, if it is a PyTorch file")
+    return refuse(path, what, needed, write=f"path.rename({printable(path.stem) + '.pt'!r})  # if it is a PyTorch file")

@@ -10,6 +10,8 @@ from lazymods.state.files.stored import printable
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:)/+[^/]")  # a drive of Windows has one letter; a Path has one slash left
 
+_OTHER = "lm.save(model, 'model.safetensors')  # another path"
+
 
 def check_path(path: str | os.PathLike[str]) -> None:
     """Refuse a URL, which would be a folder called ``gs:`` beside the program, and what no file is called.
@@ -22,12 +24,12 @@ def check_path(path: str | os.PathLike[str]) -> None:
     shown = printable(text, 5000)
     if found and ("://" in text or not os.path.isdir(found[1])):
         needed = "a path of this machine: a checkpoint of another place has to be copied, or mounted"
-        line = "a local path, then what copies it (gsutil, aws s3, ...)"
+        line = "lm.load(model, 'model.safetensors')  # a copy on this machine (gsutil, aws s3, ...)"
         raise CheckpointError(Problem(shown, "a URL", needed, line))
     if not text:  # a Path makes the working directory of it
-        raise CheckpointError(Problem(repr(text), "an empty path", "the name of a file or folder", "another path"))
+        raise CheckpointError(Problem(repr(text), "an empty path", "the name of a file or folder", _OTHER))
     if "\0" in text:
-        raise CheckpointError(Problem(shown, "a path with a zero byte", "the name of a file", "another path"))
+        raise CheckpointError(Problem(shown, "a path with a zero byte", "the name of a file", _OTHER))
 
 
 def check_orbax_path(path: str | os.PathLike[str]) -> None:
@@ -40,5 +42,5 @@ def check_orbax_path(path: str | os.PathLike[str]) -> None:
         os.fspath(path).encode()
     except UnicodeEncodeError as error:
         shown = printable(str(path), 5000)
-        line = "a path in UTF-8, or one that ends with .npz or .safetensors"
+        line = "lm.save(model, 'model.safetensors')  # a path in UTF-8, or one that ends with .npz or .safetensors"
         raise CheckpointError(Problem(shown, "a path that is no UTF-8", "one that is, for Orbax", line)) from error

@@ -48,7 +48,8 @@ def cannot_write(path: Path, error: Exception) -> SaveError:
     reason = os.strerror(code) if code else one_line(error)
     got = printable(f"{type(error).__name__}: {reason}", 500)
     needed = "a folder that can be written to, with room for the checkpoint; what was there before is as it was"
-    made = SaveError(Problem(printable(str(path), 5000), got, needed, "lm.save(model, path) again, or another path"))
+    line = "lm.save(model, path)  # again, or to another path"
+    made = SaveError(Problem(printable(str(path), 5000), got, needed, line))
     made.errno = code
     return made
 
@@ -57,7 +58,8 @@ def refuse_target(path: Path, got: str) -> CheckpointError:
     """Make the error for a save to where something stands that it would destroy."""
     shown = printable(str(path), 5000)
     needed = "a new path, a checkpoint that load would open, or a regular file: nothing else is ever replaced"
-    return CheckpointError(Problem(shown, got, needed, "another path, or this one once it has been moved away by hand"))
+    line = "lm.save(model, 'model.safetensors')  # or here, once what is there has been moved away by hand"
+    return CheckpointError(Problem(shown, got, needed, line))
 
 
 def kind_of(path: Path) -> str:

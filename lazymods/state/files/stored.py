@@ -235,7 +235,8 @@ def refuse(file: Path, got: str, needed: str, *, tensor: str = "", write: str = 
     """Make the error for a file that is not what it should be."""
     name = printable(file.name or str(file), 300)
     where = f"{name}: {printable(tensor)}" if tensor else name
-    return CheckpointError(Problem(where, got, needed, write or f"a sound copy of {printable(str(file), 5000)}"))
+    write = write or f"lm.load(model, {printable(str(file), 5000)!r})  # a sound copy of the file"
+    return CheckpointError(Problem(where, got, needed, write))
 
 
 def check_unpacked(file: Path, unpacked: int, stored: int) -> None:
@@ -248,7 +249,8 @@ def check_unpacked(file: Path, unpacked: int, stored: int) -> None:
     if unpacked > limit:
         got = f"{unpacked:,} bytes when unpacked, from {stored:,}"
         needed = f"at most {limit:,}: it is a compressed bomb, or MAX_UNPACKED_RATIO has to be raised"
-        raise refuse(file, got, needed, write="lazymods.state.files.stored.MAX_UNPACKED_RATIO = ..., if you trust it")
+        line = "lazymods.state.files.stored.MAX_UNPACKED_RATIO = 10_000  # if you trust the file"
+        raise refuse(file, got, needed, write=line)
 
 
 def printable(text: str, limit: int = 200) -> str:

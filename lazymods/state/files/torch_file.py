@@ -83,9 +83,8 @@ def open_archive(path: Path, data: Array, directory: Mapping[str, archive.Entry]
 
 def _opened(path: Path, data: Array, found: _Contents, check_sums: Callable[[], None]) -> Checkpoint:
     for name, what in torch_pickle.refused_tensors(found.tree):
-        raise refuse(
-            path, what, "an ordinary tensor with values", tensor=name, write="tensor.dequantize() or .to_dense()"
-        )
+        line = "tensor.dequantize()  # or tensor.to_dense()"
+        raise refuse(path, what, "an ordinary tensor with values", tensor=name, write=line)
     named = torch_tensors.named(path, data, found.tree, found.places, is_swapped=found.is_swapped)
     return Checkpoint(path, "PyTorch", named.tensors, roots=named.roots, ties=named.ties, check_sums=check_sums)
 
@@ -141,7 +140,7 @@ def _walk(path: Path, data: Array, begin: int) -> torch_pickle.Pickle:
         torch_names.check_names(walked.value, walked.end - begin)
         return walked
     except Malformed as error:
-        write = "safetensors.torch.save_file(model.state_dict(), path), where the file comes from"
+        write = "safetensors.torch.save_file(model.state_dict(), path)  # where the file comes from"
         raise refuse(path, error.got, error.needed, write=write) from error
 
 

@@ -45,9 +45,10 @@ _BIAS_KV = Cannot(
     "add_bias_kv=False: nnx.MultiHeadAttention attends to the given keys only",
     "a model in PyTorch without add_bias_kv",
 )
+_SOUND = "lm.load(model, path)  # of a sound copy of the file"
 _ONE_WIDTH = (
     "one width for keys and values: nnx.MultiHeadAttention has in_kv_features for both",
-    "a model in PyTorch whose kdim is its vdim",
+    "torch.nn.MultiheadAttention(64, 8, kdim=32, vdim=32)  # one width for both",
 )
 
 
@@ -84,7 +85,7 @@ class Attention(Rule):
         if rows % 3 == 0 and rows:
             return [part.map(lambda a, i=i: a[i * rows // 3 : (i + 1) * rows // 3]) for i in range(3)]
         got = f"shape {part.value.shape}"
-        refusal = Refusal(got, "queries, keys and values, one below the other, equally many rows each", "a sound file")
+        refusal = Refusal(got, "queries, keys and values, one below the other, equally many rows each", _SOUND)
         file.refuse(site, part.sources[0], refusal)
         return []
 
@@ -100,7 +101,9 @@ class Attention(Rule):
                 file.put(site, f"{to.flax}.{entry}", part)
             elif part.value.shape[0] % heads:
                 got = f"{part.value.shape[0]} {to.flax} features for {to.heads}={heads}"
-                refusal = Refusal(got, "features that the heads divide", f"{to.heads}=... as the file was trained with")
+                refusal = Refusal(
+                    got, "features that the heads divide", f"{to.heads}=8  # as many as the file was trained with"
+                )
                 file.refuse(site, part.sources[0], refusal)
             else:
                 file.put(site, f"{to.flax}.{entry}", part.map(lambda a: _split(a.T, -1, heads)))
@@ -159,7 +162,7 @@ class Attention(Rule):
             raise Refusal(
                 told,
                 "one embed_dim, one number of heads and no norms: torch.nn.MultiheadAttention has no more",
-                "nnx.MultiHeadAttention without qkv_features, out_features, num_kv_heads and normalize_qk",
+                "nnx.MultiHeadAttention(8, 64, rngs=rngs)  # no qkv_features, out_features, num_kv_heads, normalize_qk",
             )
         self._check_ranks(found)
 
@@ -168,12 +171,18 @@ class Attention(Rule):
         for name, rank in ranks.items():
             if name not in found or found[name].ndim != rank:
                 got = f"no {name}" if name not in found else f"{name} of shape {found[name].shape}"
-                raise Refusal(got, "a kernel with one axis of heads", "an nnx.MultiHeadAttention that is not stacked")
+                raise Refusal(
+                    got,
+                    "a kernel with one axis of heads",
+                    "nnx.List([make_block(rngs) for _ in range(n)])  # layers that are not stacked",
+                )
 
 
 def _other_rank(part: Part, rank: int) -> Refusal:
     got, needed = f"shape {part.value.shape}", f"{rank} {'axis' if rank == 1 else 'axes'}, as PyTorch has"
-    return Refusal(got, needed, "layers of their own, which lm.rules.Stack makes one of")
+    return Refusal(
+        got, needed, "rename=[lm.rules.Stack(r'(\\d+)[.]fc[.]weight', into='fc.kernel')]  # of layers of their own"
+    )
 
 
 def _first(site: Site, file: TorchFile, entries: tuple[str, ...]) -> Part | None:

@@ -93,7 +93,7 @@ def check_rank(array: Array, rank: int, site: Site) -> None:
         raise Refusal(
             f"an array of shape {array.shape}",
             f"{rank} axes, as PyTorch has: it has no stacked layers",
-            "a model whose layers are not stacked by nnx.vmap",
+            "nnx.List([make_block(rngs) for _ in range(n)])  # layers that nnx.vmap has not stacked",
         )
 
 
@@ -128,5 +128,5 @@ def _check_product(array: Array, sizes: tuple[int, ...]) -> None:
         raise Refusal(
             f"flatten sizes {sizes}, a product of {product}, for {array.shape[-1]} features",
             "the sizes before the flatten, channels last, whose product is the number of features",
-            "flatten={...: (height, width, channels)} of the layer before",
+            "flatten={'fc': (height, width, channels)}  # of the layer before",
         )

@@ -28,7 +28,7 @@ def norm_over(v: Array, g_shape: tuple[int, ...]) -> Array:
         raise Refusal(
             f"magnitudes of shape {g_shape} for directions of shape {v.shape}",
             "magnitudes along one axis of the directions, as PyTorch's weight norm has them",
-            "a file of torch.nn.utils.parametrizations.weight_norm",
+            "torch.nn.utils.parametrizations.weight_norm(layer)  # as it saves them",
         )
     axes = tuple(i for i, n in enumerate(g_shape) if n == 1) if g_shape else None
     return np.sqrt(np.sum(np.square(wide(v)), axis=axes, keepdims=True))
@@ -51,7 +51,7 @@ def _spectral_norm(parts: list[Array]) -> Array:
         raise Refusal(
             f"singular vectors of {u.size} and {v.size} numbers for a weight of shape {weight.shape}",
             "those of the weight as a matrix with one of its axes first, as PyTorch's spectral norm has them",
-            "the normalized weight itself, saved after torch.nn.utils.parametrize.remove_parametrizations(layer, ...)",
+            "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')  # before saving",
         )
     with np.errstate(all="ignore"):
         return weight / _singular_value(matrices, u, v)
@@ -75,7 +75,7 @@ def _singular_value(matrices: list[Array], u: Array, v: Array) -> Array:
         raise Refusal(
             f"a weight of shape {matrices[0].shape} as a matrix along more than one axis, and vectors that fit neither",
             "vectors of the power iteration for this weight, which tell the axis that dim= was",
-            "the normalized weight itself, saved after torch.nn.utils.parametrize.remove_parametrizations(layer, ...)",
+            "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')  # before saving",
         )
     return values[best]
 
@@ -95,7 +95,7 @@ def _unknown(parts: list[Array]) -> Array:
     raise Refusal(
         "a parameter that PyTorch computes from this one by code that the file does not hold",
         "the parameter itself: only weight norm, spectral norm and pruning can be computed from a file",
-        "torch.nn.utils.parametrize.remove_parametrizations(layer, ...) before saving",
+        "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')  # before saving",
     )
 
 

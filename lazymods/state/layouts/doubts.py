@@ -113,7 +113,7 @@ def _square(matrices: list[_Matrix]) -> Iterator[Problem]:
     settled = [m.file for m in matrices if m.is_settled]
     names = "|".join(dict.fromkeys(_pattern(m.file, settled) for m in forgotten))
     rule = rf'lm.rules.Transpose(r"(^|\.)({names})\.weight$"'
-    line = f"rename=[{rule}), ...], or [{rule}, axes=(0, 1)), ...] for what is as in torch.nn.Linear"
+    line = f"rename=[{rule}), ...]  # or [{rule}, axes=(0, 1)), ...], for what is as in torch.nn.Linear"
     shown = shown_names([m.file for m in beside]).replace("\n", ", ")
     for m in doubtful:
         got = f"shape {m.shape}, square, which fits either way, beside {shown}"
@@ -151,4 +151,4 @@ def _per_head(
             got = f"{describe(tensor)}, {file} of the file, where queries, keys and values alternate head by head"
             needed = f"all queries, then all keys, then all values, as {entry} has them: the shape is the same"
             split = f'lm.rules.Split("query_key_value", into=("q_proj", "k_proj", "v_proj"), groups={heads})'
-            yield Problem(site.where(name), got, needed, f"rename=[{split}, ...] in place of a rename to {entry}")
+            yield Problem(site.where(name), got, needed, f"rename=[{split}, ...]  # in place of a rename to {entry}")

@@ -116,7 +116,7 @@ def check_ready(model: Any, places: Mapping[str, Place]) -> None:
             located(name, type(place.owner).__name__),
             describe(place.value),
             "a value: only an initialized model can be exported",
-            "lm.materialize(model, x), or lm.load(model, path), first",
+            "lm.materialize(model, x)  # or lm.load(model, path), first",
         )
         for name, place in places.items()
         if _graph.is_placeholder(place.owner) or isinstance(place.value, jax.ShapeDtypeStruct)
@@ -133,4 +133,5 @@ def _put(out: Written, name: str, value: Any) -> None:
 
 def second(name: str) -> Problem:
     """Return the problem of two entries of one name."""
-    return Problem(name, "two entries of that name", "one", "attributes that do not meet in PyTorch's names")
+    line = "self.other = nnx.Linear(3, 4, rngs=rngs)  # attributes whose names do not meet in PyTorch's"
+    return Problem(name, "two entries of that name", "one", line)

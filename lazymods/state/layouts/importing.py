@@ -138,7 +138,7 @@ def _read_others(found: list[Site], file: TorchFile, known: set[str]) -> None:
 
 def _second(name: str, sources: tuple[str, ...]) -> Problem:
     got = f"an entry by Flax's name, beside {' and '.join(sources)}"
-    return Problem(name, got, "one entry a parameter", f'rename={{"{name}": None}} to drop it')
+    return Problem(name, got, "one entry a parameter", f'rename={{"{name}": None}}  # drops it')
 
 
 def with_sizes(found: list[Site], flatten: Mapping[str, Sequence[int]] | None) -> tuple[list[Site], list[Problem]]:

@@ -55,7 +55,7 @@ class _Transposed(Kernel):
                 f"a weight of shape {array.shape}, which is one of {features // array.shape[1]} groups for "
                 f"out_features={features}",
                 "groups=1: nnx.ConvTranspose has no groups",
-                "one nnx.ConvTranspose for each group, and a file without groups",
+                "groups=1  # of torch.nn.ConvTranspose; or one nnx.ConvTranspose for each group",
             )
 
 
@@ -93,7 +93,7 @@ class _Flat(Layout):
             raise Refusal(
                 f"axis={axes}, batch_axis={dict(site.get('batch_axis') or {})}",
                 "ascending axes and no batch axes: PyTorch's Linear has one map from one flattened axis",
-                "nnx.LinearGeneral without batch_axis, or entries by Flax's names (kernel, bias)",
+                "batch_axis=None  # of nnx.LinearGeneral; or entries by Flax's names (kernel, bias)",
             )
         inputs = shape[extra : extra + len(axes)]
         if None in inputs and site.sizes is not None and len(site.sizes) == len(axes):
@@ -103,7 +103,7 @@ class _Flat(Layout):
             raise Refusal(
                 f"a kernel of shape {shape}, where more than one input size is unknown",
                 "all but one: a PyTorch file has only their product",
-                "nnx.LinearGeneral with its in_features, or flatten with a size for each axis",
+                "nnx.LinearGeneral(in_features, out_features, rngs=rngs)  # or flatten= with a size for each axis",
             )
         return tuple(n if n is not None else (columns or 0) // max(known, 1) for n in inputs), outputs
 
@@ -112,7 +112,7 @@ class _Flat(Layout):
             raise Refusal(
                 f"several input axes, {_as_tuple(site.get('axis'))}, in one axis of PyTorch's weight",
                 "the order in which PyTorch flattened them, which the file does not hold",
-                f'flatten={{"{site.prefix[:-1]}": (height, width, channels)}} if channels came first in PyTorch, '
+                f'flatten={{"{site.prefix[:-1]}": (height, width, channels)}}  # if channels came first in PyTorch; '
                 f'flatten={{"{site.prefix[:-1]}": (features,)}} if the order is the same',
             )
         return site.sizes

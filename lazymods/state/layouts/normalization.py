@@ -23,14 +23,14 @@ class _Features(Layout):
             raise Refusal(
                 f"shape {array.shape}, several feature axes",
                 "the order of these axes in the model, which the file does not hold",
-                f'flatten={{"{site.prefix[:-1]}": (height, width, channels)}} if channels come first in PyTorch, '
+                f'flatten={{"{site.prefix[:-1]}": (height, width, channels)}}  # if channels come first in PyTorch; '
                 f'flatten={{"{site.prefix[:-1]}": (features,)}} if the order is the same',
             )
         if array.ndim > 1 and len(site.sizes) > 1 and array.shape != (site.sizes[-1], *site.sizes[:-1]):
             raise Refusal(
                 f"shape {array.shape}, and flatten sizes {site.sizes}",
                 f"shape {(site.sizes[-1], *site.sizes[:-1])} for these sizes: channels come first in PyTorch",
-                "flatten={...: (height, width, channels)} with the sizes of the input",
+                "flatten={'fc': (height, width, channels)}  # the sizes of the input",
             )
         return channels_last(array.reshape(-1), site.sizes)
 
@@ -42,7 +42,7 @@ class _Features(Layout):
             raise Refusal(
                 f"feature_axes={tuple(axes)}, several axes in one",
                 "their sizes, for PyTorch has as many axes",
-                f'flatten={{"{site.prefix[:-1]}": (height, width, channels)}}, written channels first',
+                f'flatten={{"{site.prefix[:-1]}": (height, width, channels)}}  # written channels first',
             )
         if site.sizes is None:
             return array

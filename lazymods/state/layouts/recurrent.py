@@ -95,7 +95,11 @@ class Cell(Rule):
         rows = part.value.shape[extra or 0] if part.value.ndim else 0
         if rows % len(entries) or (len(entries) > 1 and not part.value.ndim):
             needed = f"{self.gates} gates, one below the other, equally many rows each"
-            refusal = Refusal(f"shape {part.value.shape}", needed, "a cell of the class that the file was made with")
+            refusal = Refusal(
+                f"shape {part.value.shape}",
+                needed,
+                "nnx.LSTMCell(3, 4, rngs=rngs)  # the class that the file was made with",
+            )
             for source in part.sources:
                 file.refuse(site, source, refusal)
             return
@@ -117,7 +121,7 @@ class Cell(Rule):
             return given or hidden
         if given.value.shape != hidden.value.shape:
             got = f"shape {hidden.value.shape}, where {given.sources[0]} has {given.value.shape}"
-            file.refuse(site, hidden.sources[0], Refusal(got, "two biases of one shape, to be added", "a sound file"))
+            file.refuse(site, hidden.sources[0], Refusal(got, "two biases of one shape, to be added", _SOUND))
             return None
         return Part(_sum(given.value, hidden.value), given.sources + hidden.sources)
 
@@ -140,10 +144,11 @@ class Cell(Rule):
         return out, [site.name(entry) for entry in written]
 
 
-_NO_RESIDUAL = ("residual=False: no cell of PyTorch adds the hidden state", "nnx.SimpleCell without residual=True")
+_SOUND = "lm.load(model, path)  # of a sound copy of the file"
+_NO_RESIDUAL = ("residual=False: no cell of PyTorch adds the hidden state", "residual=False  # of nnx.SimpleCell")
 _NO_B_HN = (
     "zeros: it stands inside the product with the reset gate, where nnx.GRUCell has no bias",
-    "lm.LazyResetAfterGRUCell, or lm.ResetAfterGRUCell, which has the bias",
+    "lm.LazyResetAfterGRUCell(hidden_features, rngs=rngs)  # or lm.ResetAfterGRUCell: they have the bias",
 )
 
 

@@ -108,7 +108,7 @@ def _unflattened(site: Site, g: Array) -> Site:
 _NORM_AXES = (
     "magnitudes along the axis that the wrapper has scales for: dim=0 of PyTorch is feature_axes=-1 of nnx.WeightNorm "
     "(for ConvTranspose -2, with transpose_kernel -1), dim=None is feature_axes=None",
-    "nnx.WeightNorm(..., feature_axes=...) that fits PyTorch's dim, or the layer without it, which gets the product",
+    "nnx.WeightNorm(..., feature_axes=...)  # that fit PyTorch's dim; or the layer without it, which gets the product",
 )
 
 

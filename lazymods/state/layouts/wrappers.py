@@ -29,12 +29,12 @@ class WeightNorm(Rule):
 
 _ONE_LAYER = (
     "weight norm of Linear, Conv and ConvTranspose only: PyTorch has other entries for the rest",
-    "nnx.WeightNorm around each such layer",
+    "nnx.WeightNorm(layer)  # around each such layer",
 )
 _NOT_THE_SAME = (
     "the normalized weight: PyTorch divides by the singular value of two stored vectors, nnx.SpectralNorm by one that "
     "it iterates to anew at every call",
-    "the layer without nnx.SpectralNorm: the normalized weight is loaded then",
+    "self.layer = layer  # without nnx.SpectralNorm: the normalized weight is loaded then",
 )
 
 
@@ -53,7 +53,7 @@ class SpectralNorm(Rule):
 
     def write(self, site: Site) -> tuple[dict[str, Array], list[str]]:
         """Refuse."""
-        raise Refusal("spectral norm", _NOT_THE_SAME[0], "the layer without nnx.SpectralNorm")
+        raise Refusal("spectral norm", _NOT_THE_SAME[0], "self.layer = layer  # without nnx.SpectralNorm")
 
 
 WEIGHT_NORM, SPECTRAL_NORM = WeightNorm(), SpectralNorm()

@@ -136,7 +136,7 @@ def test_the_error_says_what_to_write() -> None:
         "  got:    num_heads=2\n"
         "  needed: 4, as config.json beside the file says (num_attention_heads): others see other parts of the "
         "features\n"
-        "  write:  num_heads=4, or the file in a folder without it if it is not the file's"
+        "  write:  num_heads=4  # or the file in a folder without it, if it is not the file's"
     )
 
 
@@ -330,7 +330,7 @@ def test_without_that_word_the_line_to_write_is_told(tmp_path: Path) -> None:
         "  got:    no output layer in the file, whose embedding (embed_tokens.embedding) fits it: they are tied there\n"
         "  needed: an entry for each parameter of the model\n"
         '  write:  embed_tokens.attend(x) in its place, or rename=[lm.rules.Copy(r"embed_tokens[.]weight$", '
-        'into="lm_head.weight")] for both'
+        'into="lm_head.weight")]  # for both; or embed_tokens.attend(x) in its place'
     ]
     with pytest.warns(UserWarning, match="lm_head.kernel is left as it is: no output layer in the file"):
         assert lm.load(Llama(head=True), path, layout="torch", strict=False).missing == ["lm_head.kernel"]
@@ -355,8 +355,8 @@ def test_an_output_layer_of_the_file_is_not_dropped_in_silence(tmp_path: Path) -
             lm.load(model, tmp_path / f"{name}.safetensors", layout="torch", strict=False)
         told[name] = (caught.value.problems[0].write, len(warned))
     assert told == {
-        "untied": ("lm.LazyLinear(..., use_bias=False) for it", 1),
-        "both": ("strict=False to leave it out", 0),
+        "untied": ("lm.LazyLinear(..., use_bias=False)  # for it", 1),
+        "both": ("strict=False  # leaves it out", 0),
     }
 
 
@@ -366,7 +366,7 @@ def test_statistics_that_a_file_does_not_have(tmp_path: Path) -> None:
     model = nnx.Dict(bn=lm.LazyBatchNorm(rngs=nnx.Rngs(0)))
     with pytest.raises(lm.StateDictError) as caught:
         lm.load(model, tmp_path / "m.safetensors", layout="torch")
-    line = "use_running_average=False, as such a layer always normalizes by its batch, and strict=False"
+    line = "strict=False  # and use_running_average=False: such a layer always normalizes by its batch"
     assert [(p.where, p.write) for p in caught.value.problems] == [("bn.mean", line), ("bn.var", line)]
     with pytest.warns(UserWarning) as warned:
         lm.load(model, tmp_path / "m.safetensors", layout="torch", strict=False)

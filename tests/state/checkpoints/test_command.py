@@ -1,5 +1,6 @@
 """``python -m lazymods inspect`` and ``check``."""
 
+import io
 import os
 import subprocess
 import sys
@@ -26,19 +27,18 @@ def file(tmp_path: Path) -> Path:
 def test_inspect(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(file)]) == 0
     assert capsys.readouterr().out == (
-        "name      shape     dtype    bytes\n"
-        "0.kernel  (3, 4)    float32     48\n"
-        "0.bias    (4,)      float32     16\n"
-        "1.kernel  (3, 4)    float32     48\n"
+        "name      array     bytes\n"
+        "0.kernel  f32[3,4]     48\n"
+        "0.bias    f32[4]       16\n"
+        "1.kernel  f32[3,4]     48\n"
         "1.bias    = 0.bias\n"
-        "\n"
-        f"{file}: safetensors, 3 tensors, 112 bytes\n"
+        f"{file}: safetensors, 3 tensors, 28 elements, 112 bytes\n"
     )
 
 
 def test_check(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(file)]) == 0
-    assert capsys.readouterr() == (f"{file}: safetensors, 3 tensors, 112 bytes\n", "")
+    assert capsys.readouterr() == (f"{file}: safetensors, 3 tensors, 28 elements, 112 bytes\n", "")
     file.write_bytes(file.read_bytes()[:-1])
     assert main(["check", str(file)]) == 1
     out, err = capsys.readouterr()
@@ -69,7 +69,8 @@ def test_as_a_command(file: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "lazymods", "check", str(file)], capture_output=True, text=True, timeout=120, check=False
     )
-    assert (done.returncode, done.stdout) == (0, f"{file}: safetensors, 3 tensors, 112 bytes\n"), done.stderr
+    want = f"{file}: safetensors, 3 tensors, 28 elements, 112 bytes\n"
+    assert (done.returncode, done.stdout) == (0, want), done.stderr
 
 
 def test_an_integer_step_beside_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +84,7 @@ def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "lazymods", "inspect", str(tmp_path / "m")]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
-    assert done.stdout.splitlines()[1].split() == ["\\xe9", "(2,)", "float64", "16"]
+    assert done.stdout.splitlines()[1].split() == ["\\xe9", "f64[2]", "16"]
 
 
 def test_a_reader_that_stops_listening(tmp_path: Path) -> None:
@@ -93,3 +94,21 @@ def test_a_reader_that_stops_listening(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == b""
+    assert process.returncode == 141  # as of what SIGPIPE ends; 1 is that of an unsound file
+
+
+def test_colours_in_a_terminal_only(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    assert main(["inspect", str(file)]) == 0
+    assert "\x1b[1mname" in terminal.getvalue() and "0.kernel  f32[3,4]" in terminal.getvalue()
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    assert main(["inspect", str(file)]) == 0
+    assert "\x1b[33" not in terminal.getvalue() and "0.kernel  f32[3,4]" in terminal.getvalue()

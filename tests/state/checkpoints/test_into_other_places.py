@@ -140,7 +140,7 @@ def test_a_number_that_no_array_holds(tmp_path: Path) -> None:
         "v (ArrayImpl)\n"
         "  got:    1180591620717411303424\n"
         "  needed: a number of at most 64 bits: an array has no longer ones\n"
-        "  write:  jnp.asarray(...) for v"
+        "  write:  state['v'] = jnp.asarray(value)"
     )
 
 

@@ -126,7 +126,7 @@ def test_transfer(offset: int, shape: tuple[int, ...]) -> None:
         ({"layout": "keras"}, "'keras'"),
         ({"mismatched": "drop"}, "'drop'"),
         ({"flatten": {"fc": (1, 2, 3)}}, 'layout="torch"'),
-        ({"dtype": jnp.int8}, "int8"),
+        ({"dtype": jnp.int8}, "i8"),
     ],
 )
 def test_arguments_that_are_none(tmp_path: Path, options: dict[str, Any], text: str) -> None:
@@ -157,15 +157,15 @@ def test_problems_name_the_file_and_both_shapes(tmp_path: Path) -> None:
         "bias\n"
         f"  got:    no entry in the checkpoint {path}\n"
         "  needed: an entry for each parameter of the model\n"
-        "  write:  an entry for it: lm.state_dict, or a checkpoint, of a model like this one\n"
+        "  write:  lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one\n"
         "extra\n"
         "  got:    f32[1], an entry that the model has no parameter for\n"
         "  needed: only entries of the model\n"
-        "  write:  strict=False to leave it out\n"
+        "  write:  strict=False  # leaves it out\n"
         "kernel (UninitializedParameter)\n"
         "  got:    f32[3,5]\n"
         "  needed: shape (?, 4), without broadcasting\n"
-        '  write:  mismatched="skip" to leave it out, or an entry that fits'
+        '  write:  mismatched="skip"  # leaves it out'
     )
 
 

@@ -64,7 +64,7 @@ def test_an_optimizer_whose_model_is_not_there_is_refused_with_the_line(why: str
         lm.load(model, tmp_path / "model.npz")
     if why == "a copy":
         optimizer = copy.deepcopy(optimizer)
-    line = r"lm\.load\(model, path\) of the module, then"
+    line = r"lm\.load\(model, path\)  # of the module, then"
     with pytest.raises(lm.UninitializedError, match=rf"(?s)LazyOptimizer\n.*{line}"):
         lm.load(optimizer, tmp_path / "optimizer.npz")
     assert lm.is_lazy(optimizer)

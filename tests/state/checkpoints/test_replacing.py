@@ -166,7 +166,7 @@ def test_the_refusal_in_full_text(tmp_path: Path) -> None:
         f"{tmp_path}/there\n"
         "  got:    a checkpoint's folder with something else in it, d/notes.txt\n"
         "  needed: a new path, a checkpoint that load would open, or a regular file: nothing else is ever replaced\n"
-        "  write:  another path, or this one once it has been moved away by hand"
+        "  write:  lm.save(model, 'model.safetensors')  # or here, once what is there has been moved away by hand"
     )
 
 

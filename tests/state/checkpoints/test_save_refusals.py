@@ -137,7 +137,7 @@ def test_a_url_in_full() -> None:
         "gs://bucket/m\n"
         "  got:    a URL\n"
         "  needed: a path of this machine: a checkpoint of another place has to be copied, or mounted\n"
-        "  write:  a local path, then what copies it (gsutil, aws s3, ...)"
+        "  write:  lm.load(model, 'model.safetensors')  # a copy on this machine (gsutil, aws s3, ...)"
     )
 
 

@@ -15,6 +15,7 @@ from flax.core import FrozenDict
 from flax.training.train_state import TrainState
 
 import lazymods as lm
+from lazymods._errors import short_dtype
 
 FORMATS = (".safetensors", ".npz", "")
 each_format = pytest.mark.parametrize("suffix", FORMATS)
@@ -333,9 +334,9 @@ def test_what_has_no_entries_is_refused_before_anything_is_written(make: Any, tm
 def test_a_finite_number_never_becomes_infinite(dtype: Any) -> None:
     state = {"a": jnp.ones(3, dtype)}
     for big in (np.float32(3.4e38), np.float32(-3.4e38)):
-        with pytest.raises(lm.StateDictError, match=f"of a size that {np.dtype(dtype).name} has"):
+        with pytest.raises(lm.StateDictError, match=f"of a size that {short_dtype(dtype)} has"):
             lm.load_state_dict(state, {"a": np.array([1, big, 2])})
-        with pytest.raises(lm.StateDictError, match=f"of a size that {np.dtype(dtype).name} has"):
+        with pytest.raises(lm.StateDictError, match=f"of a size that {short_dtype(dtype)} has"):
             lm.load_state_dict(state, {"a": np.array([np.nan, big, np.inf])})
     assert state["a"].tolist() == [1, 1, 1]
 

@@ -214,7 +214,7 @@ def test_bfloat16_by_savez_is_told_apart(tmp_path: Path) -> None:
         "m.npz: x\n"
         "  got:    2 raw bytes a value, dtype <V2: what numpy.savez makes of bfloat16 and its like\n"
         "  needed: values whose dtype the file names\n"
-        "  write:  x.astype(numpy.float32) into the file, or lazymods.save(model, path)"
+        "  write:  np.savez(path, **{k: v.astype(np.float32) for k, v in arrays.items()})  # or lm.save(model, path)"
     )
 
 

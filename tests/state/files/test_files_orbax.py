@@ -261,7 +261,7 @@ def test_a_folder_without_its_metadata(tmp_path: Path) -> None:
         "m\n"
         "  got:    an Orbax folder without its _METADATA\n"
         "  needed: all of what Orbax wrote: the folder is incomplete\n"
-        f"  write:  a sound copy of {path}"
+        f"  write:  lm.load(model, '{path}')  # a sound copy of the file"
     )
 
 

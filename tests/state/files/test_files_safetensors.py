@@ -200,7 +200,8 @@ def test_a_refusal_in_full(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     path.write_bytes(edited("b", shape=[4]))
     assert refusal(path) == (
-        f"m.safetensors: b\n  got:    24 bytes\n  needed: 32 bytes for I64[4]\n  write:  a sound copy of {path}"
+        f"m.safetensors: b\n  got:    24 bytes\n  needed: 32 bytes for I64[4]\n  write:  "
+        f"lm.load(model, '{path}')  # a sound copy of the file"
     )
 
 

@@ -140,7 +140,7 @@ def test_a_shard_that_is_missing(tmp_path: Path) -> None:
         f"{INDEX}\n"
         f"  got:    no file {SHARDS[1]} beside it\n"
         "  needed: every file that the index names\n"
-        f"  write:  a sound copy of {index}"
+        f"  write:  lm.load(model, '{index}')  # a sound copy of the file"
     )
 
 

@@ -448,5 +448,5 @@ def test_a_refusal_in_full(tmp_path: Path) -> None:
         "m.pt\n"
         f"  got:    the global {os.system.__module__}.system\n"
         "  needed: tensors and plain values: other names are not imported, and nothing is run\n"
-        "  write:  safetensors.torch.save_file(model.state_dict(), path), where the file comes from"
+        "  write:  safetensors.torch.save_file(model.state_dict(), path)  # where the file comes from"
     )

@@ -39,7 +39,7 @@ def test_torch_under_its_names_only(tmp_path: Path, legacy: bool) -> None:
         assert_same(values(tmp_path / name), GOOD)
     for name in ("m.safetensors", "m.dat", "m", "m.tar", "m.pkl"):
         shutil.copy(path, tmp_path / name)
-        refusal(tmp_path / name, "not run", f"{Path(name).stem}.pt for its name")
+        refusal(tmp_path / name, "not run", f"path.rename('{Path(name).stem}.pt')")
     shutil.copy(path, tmp_path / "m.npz")
     refusal(tmp_path / "m.npz")
 

@@ -72,8 +72,8 @@ def test_the_error_has_the_line_that_mends_it(tmp_path: Path) -> None:
         "transformer.h.0.mlp.c_fc.weight, transformer.h.0.mlp.c_proj.weight\n"
         "  needed: to know how it lies: those are stored as (in, out), as Conv1D of GPT-2; torch.nn.Linear has "
         "(out, in)\n"
-        r'  write:  rename=[lm.rules.Transpose(r"(^|\.)(attn\.c_proj)\.weight$"), ...], or '
-        r'[lm.rules.Transpose(r"(^|\.)(attn\.c_proj)\.weight$", axes=(0, 1)), ...] for what is as in torch.nn.Linear'
+        r'  write:  rename=[lm.rules.Transpose(r"(^|\.)(attn\.c_proj)\.weight$"), ...]  # or '
+        r'[lm.rules.Transpose(r"(^|\.)(attn\.c_proj)\.weight$", axes=(0, 1)), ...], for what is as in torch.nn.Linear'
     )
     with pytest.raises(lm.StateDictError) as caught:
         lm.load(gpt2(), path, layout="torch")
@@ -198,8 +198,8 @@ def test_what_alternates_head_by_head_is_no_in_proj_weight(tmp_path: Path) -> No
         "  got:    f32[24,8], attn.query_key_value.weight of the file, where queries, keys and values alternate head "
         "by head\n"
         "  needed: all queries, then all keys, then all values, as in_proj_weight has them: the shape is the same\n"
-        '  write:  rename=[lm.rules.Split("query_key_value", into=("q_proj", "k_proj", "v_proj"), groups=2), ...] in '
-        "place of a rename to in_proj_weight"
+        '  write:  rename=[lm.rules.Split("query_key_value", into=("q_proj", "k_proj", "v_proj"), groups=2), ...]  '
+        "# in place of a rename to in_proj_weight"
     )
 
 

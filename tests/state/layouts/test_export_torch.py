@@ -32,11 +32,11 @@ def test_a_lazy_model_is_refused_by_path():
         "m.bias (UninitializedParameter)\n"
         "  got:    f32[3]\n"
         "  needed: a value: only an initialized model can be exported\n"
-        "  write:  lm.materialize(model, x), or lm.load(model, path), first\n"
+        "  write:  lm.materialize(model, x)  # or lm.load(model, path), first\n"
         "m.kernel (UninitializedParameter)\n"
         "  got:    f32[?,3]\n"
         "  needed: a value: only an initialized model can be exported\n"
-        "  write:  lm.materialize(model, x), or lm.load(model, path), first"
+        "  write:  lm.materialize(model, x)  # or lm.load(model, path), first"
     )
 
 
@@ -51,14 +51,15 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "m (SimpleCell)\n"
         "  got:    residual=True\n"
         "  needed: residual=False: no cell of PyTorch adds the hidden state\n"
-        "  write:  nnx.SimpleCell without residual=True",
+        "  write:  residual=False  # of nnx.SimpleCell",
     ),
     (
         lambda: nnx.MultiHeadAttention(4, 8, num_kv_heads=2, decode=False, rngs=R(0)),
         "m (MultiHeadAttention)\n"
         "  got:    in_features=8, qkv_features=8, out_features=8, num_heads=4, num_kv_heads=2, normalize_qk=False\n"
         "  needed: one embed_dim, one number of heads and no norms: torch.nn.MultiheadAttention has no more\n"
-        "  write:  nnx.MultiHeadAttention without qkv_features, out_features, num_kv_heads and normalize_qk",
+        "  write:  nnx.MultiHeadAttention(8, 64, rngs=rngs)  "
+        "# no qkv_features, out_features, num_kv_heads, normalize_qk",
     ),
     (
         lambda: nnx.SpectralNorm(nnx.Linear(2, 2, use_bias=False, rngs=R(0)), rngs=R(0)),
@@ -74,29 +75,29 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "  got:    feature_axes=(0, 1)\n"
         "  needed: magnitudes along the axis that the wrapper has scales for: dim=0 of PyTorch is feature_axes=-1 of "
         "nnx.WeightNorm (for ConvTranspose -2, with transpose_kernel -1), dim=None is feature_axes=None\n"
-        "  write:  nnx.WeightNorm(..., feature_axes=...) that fits PyTorch's dim, or the layer without it, which gets "
-        "the product",
+        "  write:  nnx.WeightNorm(..., feature_axes=...)  # that fit PyTorch's dim; or the layer without it, which "
+        "gets the product",
     ),
     (
         lambda: nnx.WeightNorm(nnx.OptimizedLSTMCell(2, 2, rngs=R(0)), rngs=R(0)),
         "m (WeightNorm)\n"
         "  got:    scales of dense_h.kernel, dense_i.kernel\n"
         "  needed: weight norm of Linear, Conv and ConvTranspose only: PyTorch has other entries for the rest\n"
-        "  write:  nnx.WeightNorm around each such layer",
+        "  write:  nnx.WeightNorm(layer)  # around each such layer",
     ),
     (
         lambda: nnx.LayerNorm(6, feature_axes=(1, 2), use_bias=False, rngs=R(0)),
         "m (LayerNorm)\n"
         "  got:    feature_axes=(1, 2), several axes in one\n"
         "  needed: their sizes, for PyTorch has as many axes\n"
-        '  write:  flatten={"m": (height, width, channels)}, written channels first',
+        '  write:  flatten={"m": (height, width, channels)}  # written channels first',
     ),
     (
         lambda: nnx.LinearGeneral((2, 3), 4, axis=(-2, -1), rngs=R(0)),
         "m (LinearGeneral)\n"
         "  got:    several input axes, (-2, -1), in one axis of PyTorch's weight\n"
         "  needed: the order in which PyTorch flattened them, which the file does not hold\n"
-        '  write:  flatten={"m": (height, width, channels)} if channels came first in PyTorch, flatten={"m": '
+        '  write:  flatten={"m": (height, width, channels)}  # if channels came first in PyTorch; flatten={"m": '
         "(features,)} if the order is the same",
     ),
 ]
@@ -116,7 +117,7 @@ def test_stacked_layers_are_refused():
         HEADING + "m (Linear)\n"
         "  got:    an array of shape (3, 2, 2)\n"
         "  needed: 2 axes, as PyTorch has: it has no stacked layers\n"
-        "  write:  a model whose layers are not stacked by nnx.vmap"
+        "  write:  nnx.List([make_block(rngs) for _ in range(n)])  # layers that nnx.vmap has not stacked"
     )
 
 
@@ -163,7 +164,7 @@ def test_stacked_attention_is_refused():
         HEADING + "m (MultiHeadAttention)\n"
         "  got:    query.kernel of shape (3, 4, 2, 2)\n"
         "  needed: a kernel with one axis of heads\n"
-        "  write:  an nnx.MultiHeadAttention that is not stacked"
+        "  write:  nnx.List([make_block(rngs) for _ in range(n)])  # layers that are not stacked"
     )
 
 
@@ -180,7 +181,7 @@ def test_names_that_meet_are_refused():
         HEADING + "m.weight\n"
         "  got:    two entries of that name\n"
         "  needed: one\n"
-        "  write:  attributes that do not meet in PyTorch's names"
+        "  write:  self.other = nnx.Linear(3, 4, rngs=rngs)  # attributes whose names do not meet in PyTorch's"
     )
 
 

@@ -36,7 +36,7 @@ ROWS = [
 m.bias_hh_l0 (LazyGRUCell m.cell)
   got:    numbers other than 0 in its last third, the bias b_hn of shape (2,)
   needed: zeros: it stands inside the product with the reset gate, where nnx.GRUCell has no bias
-  write:  lm.LazyResetAfterGRUCell, or lm.ResetAfterGRUCell, which has the bias""",
+  write:  lm.LazyResetAfterGRUCell(hidden_features, rngs=rngs)  # or lm.ResetAfterGRUCell: they have the bias""",
     ),
     Row(
         "grouped transposed convolution",
@@ -46,7 +46,7 @@ m.bias_hh_l0 (LazyGRUCell m.cell)
 m.weight (LazyConvTranspose m)
   got:    a weight of shape (4, 2, 3), which is one of 2 groups for out_features=4
   needed: groups=1: nnx.ConvTranspose has no groups
-  write:  one nnx.ConvTranspose for each group, and a file without groups""",
+  write:  groups=1  # of torch.nn.ConvTranspose; or one nnx.ConvTranspose for each group""",
     ),
     Row(
         "instance norm's running statistics",
@@ -84,7 +84,7 @@ m.bias_v (LazyMultiHeadAttention m)
 m.v_proj_weight (LazyMultiHeadAttention m)
   got:    keys of width 3 and values of width 2
   needed: one width for keys and values: nnx.MultiHeadAttention has in_kv_features for both
-  write:  a model in PyTorch whose kdim is its vdim""",
+  write:  torch.nn.MultiheadAttention(64, 8, kdim=32, vdim=32)  # one width for both""",
     ),
     Row(
         "heads that do not divide",
@@ -94,7 +94,7 @@ m.v_proj_weight (LazyMultiHeadAttention m)
 m.q_proj_weight (LazyMultiHeadAttention m)
   got:    4 query features for num_heads=3
   needed: features that the heads divide
-  write:  num_heads=... as the file was trained with""",
+  write:  num_heads=8  # as many as the file was trained with""",
     ),
     Row(
         "fused projections that are not three",
@@ -104,7 +104,7 @@ m.q_proj_weight (LazyMultiHeadAttention m)
 m.in_proj_weight (LazyMultiHeadAttention m)
   got:    shape (10, 4)
   needed: queries, keys and values, one below the other, equally many rows each
-  write:  a sound file""",
+  write:  lm.load(model, path)  # of a sound copy of the file""",
     ),
     Row(
         "more layers and directions",
@@ -139,7 +139,7 @@ m.weight_hr (LazyOptimizedLSTMCell m)
 m.weight_ih (LazySimpleCell m)
   got:    weights of a PyTorch cell, for residual=True
   needed: residual=False: no cell of PyTorch adds the hidden state
-  write:  nnx.SimpleCell without residual=True""",
+  write:  residual=False  # of nnx.SimpleCell""",
     ),
     Row(
         "gates that are not four",
@@ -149,7 +149,7 @@ m.weight_ih (LazySimpleCell m)
 m.weight_ih (LazyLSTMCell m)
   got:    shape (6, 3)
   needed: 4 gates, one below the other, equally many rows each
-  write:  a cell of the class that the file was made with""",
+  write:  nnx.LSTMCell(3, 4, rngs=rngs)  # the class that the file was made with""",
     ),
     Row(
         "biases that cannot be added",
@@ -159,7 +159,7 @@ m.weight_ih (LazyLSTMCell m)
 m.bias_hh (LazySimpleCell m)
   got:    shape (3,), where m.bias_ih has (2,)
   needed: two biases of one shape, to be added
-  write:  a sound file""",
+  write:  lm.load(model, path)  # of a sound copy of the file""",
     ),
     Row(
         "spectral norm in nnx.SpectralNorm",
@@ -170,7 +170,7 @@ m.parametrizations.weight.original (LazySpectralNorm m)
   got:    a weight under spectral norm
   needed: the normalized weight: PyTorch divides by the singular value of two stored vectors, nnx.SpectralNorm by one \
 that it iterates to anew at every call
-  write:  the layer without nnx.SpectralNorm: the normalized weight is loaded then""",
+  write:  self.layer = layer  # without nnx.SpectralNorm: the normalized weight is loaded then""",
     ),
     Row(
         "spectral norm of other axes",
@@ -180,7 +180,7 @@ that it iterates to anew at every call
 m.weight_orig (LazyLinear m)
   got:    singular vectors of 3 and 3 numbers for a weight of shape (2, 3)
   needed: those of the weight as a matrix with one of its axes first, as PyTorch's spectral norm has them
-  write:  the normalized weight itself, saved after torch.nn.utils.parametrize.remove_parametrizations(layer, ...)""",
+  write:  torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')  # before saving""",
     ),
     Row(
         "another parametrization",
@@ -190,7 +190,7 @@ m.weight_orig (LazyLinear m)
 m.parametrizations.weight.original (LazyLinear m)
   got:    a parameter that PyTorch computes from this one by code that the file does not hold
   needed: the parameter itself: only weight norm, spectral norm and pruning can be computed from a file
-  write:  torch.nn.utils.parametrize.remove_parametrizations(layer, ...) before saving""",
+  write:  torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')  # before saving""",
     ),
     Row(
         "weight norm along another axis",
@@ -201,7 +201,7 @@ m.weight_g (LazyLinear m.layer_instance)
   got:    magnitudes of shape (1, 3) for directions of shape (3, 3), and feature_axes=-1
   needed: magnitudes along the axis that the wrapper has scales for: dim=0 of PyTorch is feature_axes=-1 of \
 nnx.WeightNorm (for ConvTranspose -2, with transpose_kernel -1), dim=None is feature_axes=None
-  write:  nnx.WeightNorm(..., feature_axes=...) that fits PyTorch's dim, or the layer without it, which gets the \
+  write:  nnx.WeightNorm(..., feature_axes=...)  # that fit PyTorch's dim; or the layer without it, which gets the \
 product""",
     ),
     Row(
@@ -222,7 +222,7 @@ m.weight_g (LazyLinear m.layer_instance)
 m.weight_g (LazyLinear m)
   got:    magnitudes of shape (2, 1) for directions of shape (3, 3)
   needed: magnitudes along one axis of the directions, as PyTorch's weight norm has them
-  write:  a file of torch.nn.utils.parametrizations.weight_norm""",
+  write:  torch.nn.utils.parametrizations.weight_norm(layer)  # as it saves them""",
     ),
     Row(
         "einsum",
@@ -242,7 +242,7 @@ m.weight (LazyEinsum m)
 m.weight (LinearGeneral m)
   got:    several input axes, (-2, -1), in one axis of PyTorch's weight
   needed: the order in which PyTorch flattened them, which the file does not hold
-  write:  flatten={"m": (height, width, channels)} if channels came first in PyTorch, flatten={"m": (features,)} if \
+  write:  flatten={"m": (height, width, channels)}  # if channels came first in PyTorch; flatten={"m": (features,)} if \
 the order is the same""",
     ),
     Row(
@@ -253,7 +253,7 @@ the order is the same""",
 m.weight (LazyLinearGeneral m)
   got:    a kernel of shape (None, None, 4), where more than one input size is unknown
   needed: all but one: a PyTorch file has only their product
-  write:  nnx.LinearGeneral with its in_features, or flatten with a size for each axis""",
+  write:  nnx.LinearGeneral(in_features, out_features, rngs=rngs)  # or flatten= with a size for each axis""",
         {"m": (6,)},
     ),
     Row(
@@ -264,7 +264,7 @@ m.weight (LazyLinearGeneral m)
 m.weight (LinearGeneral m)
   got:    axis=(-1,), batch_axis={0: 2}
   needed: ascending axes and no batch axes: PyTorch's Linear has one map from one flattened axis
-  write:  nnx.LinearGeneral without batch_axis, or entries by Flax's names (kernel, bias)""",
+  write:  batch_axis=None  # of nnx.LinearGeneral; or entries by Flax's names (kernel, bias)""",
     ),
     Row(
         "layer norm over several axes",
@@ -274,7 +274,7 @@ m.weight (LinearGeneral m)
 m.weight (LazyLayerNorm m)
   got:    shape (3, 3), several feature axes
   needed: the order of these axes in the model, which the file does not hold
-  write:  flatten={"m": (height, width, channels)} if channels come first in PyTorch, flatten={"m": (features,)} if \
+  write:  flatten={"m": (height, width, channels)}  # if channels come first in PyTorch; flatten={"m": (features,)} if \
 the order is the same""",
     ),
     Row(
@@ -285,7 +285,7 @@ the order is the same""",
 m.weight (LazyLayerNorm m)
   got:    shape (2, 3), and flatten sizes (2, 3)
   needed: shape (3, 2) for these sizes: channels come first in PyTorch
-  write:  flatten={...: (height, width, channels)} with the sizes of the input""",
+  write:  flatten={'fc': (height, width, channels)}  # the sizes of the input""",
         {"m": (2, 3)},
     ),
     Row(
@@ -296,7 +296,7 @@ m.weight (LazyLayerNorm m)
 m.weight (LazyLinear m)
   got:    flatten sizes (2, 2, 2), a product of 8, for 3 features
   needed: the sizes before the flatten, channels last, whose product is the number of features
-  write:  flatten={...: (height, width, channels)} of the layer before""",
+  write:  flatten={'fc': (height, width, channels)}  # of the layer before""",
         {"m": (2, 2, 2)},
     ),
     Row(
@@ -333,7 +333,7 @@ m
 m.kernel
   got:    an entry by Flax's name, beside m.weight
   needed: one entry a parameter
-  write:  rename={"m.kernel": None} to drop it""",
+  write:  rename={"m.kernel": None}  # drops it""",
     ),
 ]
 

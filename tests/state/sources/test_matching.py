@@ -332,7 +332,7 @@ def test_what_a_rename_drops_and_the_model_misses(rename: Any, by: str) -> None:
         "c_attn.bias",
         f"  got:    no entry: {by} of rename has dropped c_attn.bias of the mapping",
         "  needed: an entry for each parameter of the model",
-        "  write:  a narrower pattern in rename",
+        "  write:  rename=[(r'^model[.]head', None)]  # a narrower pattern",
     ]
     with pytest.warns(UserWarning, match="has dropped c_attn.bias, and the model has no c_attn.bias now"):
         load(model, arrays, rename=rename, strict=False)
@@ -357,7 +357,7 @@ RULES_THAT_FAIL = {
     "parts that differ": (
         rules.Merge(("^q", "^k"), into="w"),
         {"q": weight(4, 2), "k": weight(4, 3)},
-        "(4, 2) float32 beside (4, 3) float32",
+        "f32[4,2] beside f32[4,3]",
     ),
     "a number that is missing": (
         rules.Stack(r"l(\d)", into="l"),
@@ -367,7 +367,7 @@ RULES_THAT_FAIL = {
     "layers that differ": (
         rules.Stack(r"l(\d)", into="l"),
         {"l0": weight(), "l1": weight(4, 3)},
-        "(4, 4) float32 and (4, 3) float32",
+        "f32[4,4] and f32[4,3]",
     ),
     "no number": (rules.Stack(r"l(.)", into="l"), {"lx": weight()}, "'x', where the first group is a number"),
     "no scale": (rules.Dequantize("^w$", scale="s", into="w"), {"w": np.ones(3, np.int8)}, "no entry s beside it"),

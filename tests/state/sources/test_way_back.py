@@ -213,7 +213,7 @@ def test_what_was_trained_goes_back_in_the_file_s_dtype() -> None:
     assert out["fc.weight"].dtype == np.float16
     np.testing.assert_array_equal(out["fc.weight"], WEIGHT["fc.weight"].astype(np.float16) + np.float16(0.5))
     model.fc.kernel[...] *= 1e6
-    with pytest.raises(lm.StateDictError, match=r"fc\.weight[^$]*numbers of a size that float16 has"):
+    with pytest.raises(lm.StateDictError, match=r"fc\.weight[^$]*numbers of a size that f16 has"):
         lm.export_torch(model, like=result)
 
 
