@@ -7,8 +7,8 @@ a rule says what the shape will be, and gives a function that makes the values.
 from __future__ import annotations
 
 import dataclasses
-import re
 import functools
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
