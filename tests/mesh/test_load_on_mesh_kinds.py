@@ -158,6 +158,7 @@ def test_biases_of_stacked_cells_in_the_dtype_of_the_file() -> None:
     lm.load(model, given, layout="torch", dtype="file", rename=rename, mesh=mesh_of(data=8), rules=rules)
     assert {str(array.dtype) for array in arrays(model).values()} == {"bfloat16"}
     sums = [sum(given[f"layers.{i}.bias_{kind}_l0"].astype(np.float32) for kind in ("ih", "hh")) for i in range(2)]
-    bias = model.layers.cell.dense_h.bias[...]
+    cell: Any = model.layers.cell
+    bias = cell.dense_h.bias[...]
     np.testing.assert_array_equal(bias, np.stack(sums).astype(ml_dtypes.bfloat16))
     assert_placed(bias, mesh_of(data=8), P(None, "data"), "bias")

@@ -30,7 +30,8 @@ def linear(features: int) -> Any:
 class ResidualBlock(nnx.Module):
     def __init__(self, features: int, *, skip: bool):
         self.norm, self.conv = lm.LazyGroupNorm(num_groups=4, epsilon=1e-5, rngs=R(0)), conv(features, 3, padding=1)
-        self.act, self.skip = nnx.PReLU(jnp.full((1, 1, 1, features), 0.25)), conv(features, 1) if skip else None
+        slopes: Any = jnp.full((1, 1, 1, features), 0.25)
+        self.act, self.skip = nnx.PReLU(slopes), conv(features, 1) if skip else None
 
     def __call__(self, x: Any) -> Any:
         return self.act(self.conv(nnx.silu(self.norm(x)))) + (x if self.skip is None else self.skip(x))

@@ -257,7 +257,8 @@ def test_slopes_of_channels_that_come_first() -> None:
 
     class Ours(nnx.Module):
         def __init__(self) -> None:
-            self.fc, self.act = lm.LazyLinear(4, rngs=nnx.Rngs(0)), nnx.PReLU(jnp.full((1, 1, 4), 0.25))
+            slopes: Any = jnp.full((1, 1, 4), 0.25)
+            self.fc, self.act = lm.LazyLinear(4, rngs=nnx.Rngs(0)), nnx.PReLU(slopes)
 
         def __call__(self, x: Any) -> Any:
             return self.act(self.fc(x))

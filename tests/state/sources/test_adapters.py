@@ -24,6 +24,8 @@ ARRAYS = {
 class Own(nnx.Module):
     """A layer as PEFT has it, with a factor of its own."""
 
+    scaling: float
+
     def __init__(self, **said: float):
         self.base_layer, self.lora_A, self.lora_B = (lm.LazyLinear(n, use_bias=False, rngs=R(0)) for n in (4, 2, 4))
         for name, value in said.items():

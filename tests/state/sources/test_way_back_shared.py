@@ -114,7 +114,7 @@ def test_a_layer_that_is_shared_and_one_that_is_not() -> None:
 def test_a_prefix_is_put_on_under_the_first_name_of_a_shared_module() -> None:
     """A second name is no second reading, and brings nothing to a module that has entries."""
     body = nnx.Dict(fc=lm.LazyLinear(4, rngs=R(0)))
-    model = nnx.Dict(body=body, same=body, head=lm.LazyLinear(2, rngs=R(0)))
+    model: Any = nnx.Dict(body=body, same=body, head=lm.LazyLinear(2, rngs=R(0)))
     net = torch.nn.ModuleDict({"fc": torch.nn.Linear(3, 4), "head": torch.nn.Linear(4, 2)})
     assert lm.load(model, net, layout="torch").matched["body.fc.kernel"] == ("fc.weight",)
     np.testing.assert_array_equal(model.same.fc.kernel[...], net["fc"].weight.detach().T)
