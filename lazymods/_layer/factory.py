@@ -123,6 +123,8 @@ def make(plan: LazyClassSpec, *, name: str, module: str, doc: str | None = None)
 
     def initialize_parameters(self: Any, *args: Any, **kwargs: Any) -> AbstractModule:
         """Infer the sizes from the arguments of the first call and initialize every parameter."""
+        if not first_call.LOCAL.initializing and first_call.LOCAL.session is None:  # called by hand
+            first_call.is_carried(self)  # or refused, where the parameters would be lost
         return sizing.initialize_parameters(self, plan, args, kwargs)
 
     __init__.__signature__ = signature  # type: ignore[attr-defined]
