@@ -125,7 +125,11 @@ class Table:
 
 def columns() -> int:
     """Return how many columns there are: those of the terminal that stdout is, else 100."""
-    return shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else WIDTH
+    return shutil.get_terminal_size().columns if _is_terminal() else WIDTH
+
+
+def _is_terminal() -> bool:
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def _pieces(line: str) -> list[str]:
@@ -187,6 +191,9 @@ class Shown:
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Show it in IPython: in colour in a terminal, plain in the text of a notebook."""
+        if not _is_terminal():
+            printer.text(str(self))
+            return
         from rich.console import Console
 
         console = Console(width=columns())
