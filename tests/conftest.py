@@ -9,7 +9,6 @@ Two thirds of the time is XLA's, so a program is compiled once in a run and read
 Each process has a folder of its own, below ``LAZYMODS_TEST_PROGRAMS`` if that is set: JAX writes to it without a lock.
 """
 
-import ast
 import atexit
 import collections
 import contextlib
@@ -85,6 +84,8 @@ def _as_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _lines_to_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever error a test meets, each line to write of it is Python, or a pip command."""
+    from helpers import is_pasteable
+
     wrong, plain = [], lm.LazyError.__init__
 
     def checked(self: lm.LazyError, *problems: Any, heading: str = "") -> None:
@@ -94,15 +95,6 @@ def _lines_to_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(lm.LazyError, "__init__", checked)
     yield
     assert not wrong
-
-
-def is_pasteable(line: str) -> bool:
-    """Whether a line to write is Python or a pip command."""
-    try:
-        ast.parse("\n".join(part.strip() for part in line.splitlines()))
-    except SyntaxError:
-        return line.startswith("pip install ")
-    return True
 
 
 def sample(count: int, most: int) -> range:

@@ -1,5 +1,6 @@
 """What many tests need: inputs, and comparison with Flax's explicit twin bit for bit."""
 
+import ast
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -135,3 +136,12 @@ def plain_mlp(d_in: int = 8, seed: int = 0, **options: Any) -> MLP:
 
 
 Make = Callable[[nnx.Rngs], nnx.Module]
+
+
+def is_pasteable(line: str) -> bool:
+    """Whether a line to write is Python or a pip command."""
+    try:
+        ast.parse("\n".join(part.strip() for part in line.splitlines()))
+    except SyntaxError:
+        return line.startswith("pip install ")
+    return True

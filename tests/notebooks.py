@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent.parent / "examples" / "notebooks"
 
 
 def executed(path: Path) -> Any:
-    """Return a notebook with new outputs; a cell that raises is an error. What a line of progress leaves is no output."""
+    """Return a notebook with new outputs, without what lines of progress leave; a cell that raises is an error."""
     import nbformat
     from nbclient import NotebookClient
 

@@ -50,7 +50,7 @@ def test_conv_net(capsys: pytest.CaptureFixture[str]):
     accuracy, width = load("conv_net").main()
     assert accuracy > 0.95
     assert width == 2 * 2 * 32  # 8x8 halved by the pool, less two by the second convolution, times its channels
-    assert "96 of them in buffers" in capsys.readouterr().out  # mean and variance of 16 and 32 channels
+    assert "BatchStat 96 (384 B)" in capsys.readouterr().out  # mean and variance of 16 and 32 channels
 
 
 @pytest.mark.slow
@@ -138,4 +138,4 @@ def test_plan_on_a_laptop(capsys: pytest.CaptureFixture[str]):
     assert table.splitlines()[0].split()[-6:] == ["sharding", "on", "a", "device", "gradients", "optimizer"]
     out = capsys.readouterr().out
     assert "split in 64: " in out
-    assert "blocks.0.down" in out
+    assert "0.gate" in out

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import is_pasteable
+from helpers import is_pasteable
 
 import lazymods as lm
 

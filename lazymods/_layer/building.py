@@ -142,7 +142,8 @@ class LayerBuilder:
 def not_kept(name: str, path: Path) -> ConfigurationError:
     """Make the error for rngs that a layer would hold at the sizes that it has: it was built without them."""
     needed = "the rngs themselves at all sizes, or at none: while the sizes are not known nothing keeps them"
-    write = f"self.{dotted(path)} = rngs.fork()  # in the constructor"
+    steps = "".join(f".{step}" if str(step).isidentifier() else f"[{step}]" for step in path)
+    write = f"self{steps} = rngs.fork()  # in the constructor"
     return ConfigurationError(Problem(f"{dotted(path)} of {name}", "rngs, held at these sizes only", needed, write))
 
 

@@ -240,7 +240,7 @@ def test_rngs_that_are_held_at_some_sizes_only_are_refused(way: str) -> None:
         "held.0 of LazySometimes",
         "  got:    rngs, held at these sizes only",
         "  needed: the rngs themselves at all sizes, or at none: while the sizes are not known nothing keeps them",
-        "  write:  self.held.0 = rngs.fork()  # in the constructor",
+        "  write:  self.held[0] = rngs.fork()  # in the constructor",
     ]
     assert lm.is_lazy(model) and not hasattr(model, "held")
     model(jnp.ones((2, 6)))

@@ -236,7 +236,7 @@ def test_a_file_for_more_sizes_than_are_known_is_refused_with_their_name(name: s
     with pytest.raises(lm.StateDictError) as caught:
         lm.load_state_dict(layer, lm.state_dict(want))
     problems = caught.value.problems
-    assert {p.write for p in problems} == {f"{call}, with the sizes of the file, or model(x) before the load"}
+    assert {p.write for p in problems} == {f"{call}  # the sizes of the file; or model(x) before the load"}
     assert lm.is_lazy(layer)
     if name == "dims":
         layer(jnp.ones((2, 4)))

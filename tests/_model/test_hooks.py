@@ -120,7 +120,7 @@ def test_without_kwargs_keywords_pass_by() -> None:
 def test_a_pre_hook_with_kwargs_that_returns_something_else(returned: Any) -> None:
     layer = Add()
     lm.register_forward_pre_hook(layer, lambda m, args, kwargs: returned, with_kwargs=True)
-    with pytest.raises(RuntimeError, match=r"None or \(args, kwargs\)"):
+    with pytest.raises(lm.ArgumentError, match="needed: None, or the pair of positional arguments"):
         layer(X)
 
 

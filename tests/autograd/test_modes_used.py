@@ -266,7 +266,8 @@ def test_what_cannot_be_decorated_is_refused() -> None:
     assert str(error.value) == (
         "lm.autograd.inference_mode(False)\n  got:    the class Linear\n"
         "  needed: a function: of a class it would be the construction that runs in the mode\n"
-        "  write:  @lm.autograd.inference_mode(False) above the methods that are to run in it"
+        "  write:  with lm.autograd.inference_mode(False): model(x)  "
+        "# or as a decorator of the methods that are to run in it"
     )
 
 

@@ -40,7 +40,7 @@ def generator() -> Any:
     yield jnp.ones(1)
 
 
-STATIC = "lm.jit(fn, static_argnames=...) with the parameter's name, if it is part of the program"
+STATIC = "lm.jit(fn, static_argnames=...)  # with the parameter's name, if it is part of the program"
 ITERATOR = "list(...) of it, or next(...): an iterator can be used once"
 NUMBERS = "an array of numbers, in the machine's byte order"
 PYTREE = "an nnx.Pytree for the base of its class if it holds arrays; static_argnames=... if it is part of the program"
@@ -132,7 +132,7 @@ def test_a_static_argument_that_is_used_up() -> None:
         "  got:    a list_iterator\n"
         "  needed: a value that stays what it is: the program is compiled with it, and would go on with what it gave "
         "first\n"
-        "  write:  list(...) of it, or next(...): an iterator can be used once"
+        "  write:  list(iterator)  # or next(iterator): an iterator can be used once"
     )
 
 

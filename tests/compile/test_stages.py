@@ -219,7 +219,7 @@ def test_an_argument_that_is_no_input() -> None:
         "argument options['mode']\n"
         "  got:    'fast'\n"
         "  needed: arrays, numbers and nnx objects, in any pytree: they are the inputs of the compiled program\n"
-        "  write:  lm.jit(fn, static_argnames=...) with the parameter's name, if it is part of the program"
+        "  write:  lm.jit(fn, static_argnames=...)  # with the parameter's name, if it is part of the program"
     )
 
 

@@ -80,8 +80,8 @@ def test_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
         "add(f32[4], f32[4]) -> f32[4]\n"
         "  got:    f32[4] 3.5 at [0], 4 of 4 wrong, of the block\n"
         "  needed: 2.5 at [0], as without it\n"
-        "  write:  lazy() around less of it, until it is known what differs; then report it as a fault of lazymods, "
-        "with that"
+        "  write:  with lm.lazytensor.lazy(check=True): fn(x)  # around less, to find what differs: it is a fault of "
+        "lazymods"
     )
 
 

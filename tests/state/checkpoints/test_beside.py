@@ -329,7 +329,7 @@ def test_without_that_word_the_line_to_write_is_told(tmp_path: Path) -> None:
         "lm_head.kernel\n"
         "  got:    no output layer in the file, whose embedding (embed_tokens.embedding) fits it: they are tied there\n"
         "  needed: an entry for each parameter of the model\n"
-        '  write:  embed_tokens.attend(x) in its place, or rename=[lm.rules.Copy(r"embed_tokens[.]weight$", '
+        '  write:  rename=[lm.rules.Copy(r"embed_tokens[.]weight$", '
         'into="lm_head.weight")]  # for both; or embed_tokens.attend(x) in its place'
     ]
     with pytest.warns(UserWarning, match="lm_head.kernel is left as it is: no output layer in the file"):

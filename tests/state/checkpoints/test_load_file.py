@@ -126,7 +126,7 @@ def test_transfer(offset: int, shape: tuple[int, ...]) -> None:
         ({"layout": "keras"}, "'keras'"),
         ({"mismatched": "drop"}, "'drop'"),
         ({"flatten": {"fc": (1, 2, 3)}}, 'layout="torch"'),
-        ({"dtype": jnp.int8}, "i8"),
+        ({"dtype": jnp.int8}, "int8"),
     ],
 )
 def test_arguments_that_are_none(tmp_path: Path, options: dict[str, Any], text: str) -> None:
