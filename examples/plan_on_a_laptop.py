@@ -52,7 +52,7 @@ def main(blocks: int = 80) -> tuple[list[int], str]:
     }
     plans = [lm.infer_shapes(model, tokens, mesh=mesh, rules=r, optimizer=optax.adam(1e-4)) for r in tries.values()]
     told = [f"{name}: {plan.footer().split('; ')[1]}" for name, plan in zip(tries, plans, strict=True)]
-    print("\n".join([*str(plans[-1]).splitlines()[:24], "...", *told]))
+    print("\n".join([*str(plans[-1]).splitlines()[:32], "...", *told]))
     return [plan.total_bytes_per_device for plan in plans], str(plans[-1])
 
 

@@ -12,9 +12,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from lazymods import _graph
-from lazymods._errors import describe_call, short_dtype
+from lazymods._errors import describe_call
 from lazymods._graph import Path, dotted
 from lazymods._initial.pending import PartialShape
+from lazymods._layer.placeholder import show_shape
 from lazymods._model import hooks
 from lazymods._tables import Shown, Table
 
@@ -76,9 +77,8 @@ class ParameterShape:
         return bytes_on_device(self.shape, _dtype(self), self.sharding)
 
     def __str__(self) -> str:
-        """Write name, dtype and shape as in a jaxpr: ``kernel f32[784,256]``."""
-        dims = "..." if self.shape is None else ",".join("?" if size is None else str(size) for size in self.shape)
-        return f"{self.name} {short_dtype(_dtype(self))}[{dims}]"
+        """Write name and shape."""
+        return f"{self.name} {'?' if self.shape is None else show_shape(self.shape)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +226,7 @@ class ShapeReport(Shown):
             "path": lambda row: row.path or "(model)",
             "layer": lambda row: f"{row.layer} (lazy)" if row.lazy else row.layer,
             "input -> output": _show_call,
-            "parameters": lambda row: "\n".join(map(str, row.parameters)),
+            "parameters": lambda row: "\n".join(f"{p} {_dtype(p)}" for p in row.parameters),
             "count": lambda row: "?" if row.size is None else f"{row.size:,}",
             "bytes": lambda row: _bytes(row.nbytes),
         }
