@@ -41,21 +41,21 @@ def generator() -> Any:
 
 
 STATIC = "lm.jit(fn, static_argnames=...)  # with the parameter's name, if it is part of the program"
-ITERATOR = "list(...) of it, or next(...): an iterator can be used once"
-NUMBERS = "an array of numbers, in the machine's byte order"
-PYTREE = "an nnx.Pytree for the base of its class if it holds arrays; static_argnames=... if it is part of the program"
+ITERATOR = "list(iterator)  # or next(iterator): an iterator can be used once"
+NUMBERS = "array.astype(np.float32)  # in the machine's byte order"
+PYTREE = "class Class(nnx.Pytree): ...  # if it holds arrays; static_argnames=... if it is part of the program"
 CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "iterator": (lambda: iter([jnp.ones(2)]), "a list_iterator", ITERATOR),
     "generator": (generator, "a generator", ITERATOR),
     "map": (lambda: map(abs, [1.0]), "a map", ITERATOR),
-    "file": (io.BytesIO, "a BytesIO", "what is to be read from it, as an array"),
-    "set": (lambda: {1.0}, "a set", "sorted(...) of it: a set has no order"),
-    "frozenset": (lambda: frozenset([1.0]), "a frozenset", "sorted(...) of it: a set has no order"),
+    "file": (io.BytesIO, "a BytesIO", "np.frombuffer(file.read(), np.uint8)  # what it holds"),
+    "set": (lambda: {1.0}, "a set", "sorted(values)  # a set has no order"),
+    "frozenset": (lambda: frozenset([1.0]), "a frozenset", "sorted(values)  # a set has no order"),
     "object": (Plain, "a Plain", PYTREE),
     "dataclass": (
         lambda: Data(jnp.ones(2)),
         "a Data",
-        "jax.tree_util.register_dataclass(...) for its class, or an nnx.Pytree for its base",
+        "jax.tree_util.register_dataclass(Class)  # for its class; or an nnx.Pytree for its base",
     ),
     "text": (lambda: "fast", "'fast'", STATIC),
     "bytes": (lambda: b"fast", "a bytes", STATIC),
@@ -74,12 +74,12 @@ CASES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "masked": (
         lambda: np.ma.array([1.0, 2.0], mask=[True, False]),
         "a MaskedArray: ",
-        "its filled() values, and its mask as an argument of its own",
+        "array.filled(0)  # and its mask as an argument of its own",
     ),
     "large number": (
         lambda: 2**70,
         "an int: Python int 1180591620717411303424 too large to convert to int32",
-        "jnp.asarray(...) of it with a dtype that holds it",
+        "jnp.asarray(float(number))  # or another dtype that holds it",
     ),
 }
 
