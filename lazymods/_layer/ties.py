@@ -54,21 +54,19 @@ def parts_in(value: Any) -> list[Any]:
 
 
 def _nnx_objects() -> list[Any]:
-    """Return every Variable and nnx object that is there."""
+    """Return every Variable and nnx object that is there.
+
+    What ``gc.freeze`` has set aside would be left out, so it is brought back. It is not frozen again: that would also
+    keep for ever what is garbage by now, or will be (Python 3.12 starts with frozen objects).
+    """
     classes: set[type] = set()
     pending: list[type] = [nnx.Variable, nnx.Pytree]
     while pending:
         cls = pending.pop()
         classes.add(cls)
         pending += [other for other in cls.__subclasses__() if other not in classes]
-    frozen = gc.get_freeze_count()
-    if frozen:  # else these would be left out
-        gc.unfreeze()
-    try:
-        return [value for value in gc.get_objects() if type(value) in classes]
-    finally:
-        if frozen:
-            gc.freeze()
+    gc.unfreeze()
+    return [value for value in gc.get_objects() if type(value) in classes]
 
 
 def _held_elsewhere(own: set[int], blocks: Sequence[Any]) -> dict[int, str]:
