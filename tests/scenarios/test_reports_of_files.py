@@ -97,7 +97,7 @@ def test_keys_are_left_out_and_what_no_format_holds_is_named(tmp_path: Path, suf
     lm.save(nnx.Dict(drop=nnx.Dropout(0.5, rngs=nnx.Rngs(0)), a=nnx.Param(jnp.ones(2))), path)
     assert set(load_file(path) if suffix == ".safetensors" else np.load(path)) == {"a"}
     if suffix == ".safetensors":
-        with pytest.raises(lm.CheckpointError, match=r"m\.safetensors: a\n  got:    int4\[2\]"):
+        with pytest.raises(lm.CheckpointError, match=r"m\.safetensors: a\n  got:    i4\[2\]"):
             lm.save(nnx.Dict(a=nnx.Param(jnp.ones(2, jnp.int4))), path)
 
 

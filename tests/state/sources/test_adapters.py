@@ -107,7 +107,7 @@ def test_a_layer_of_one_s_own_that_scales(tmp_path: Path, config: dict[str, Any]
     ("said", "text"),
     [
         ({"lora_alpha": 8, "scaling": 3.0}, "lora_alpha=6, where q of the model has lora_alpha=8[^$]*lora_alpha=6"),
-        ({"scaling": 2.0}, "q of the model has scaling=2[^$]*write:  scaling=3 for q"),
+        ({"scaling": 2.0}, "q of the model has scaling=2[^$]*write:  scaling=3  # for q"),
         ({"rank": 4, "scaling": 3.0}, "q of the model has rank=4"),
     ],
 )
