@@ -312,9 +312,9 @@ class ShapeReport(Shown):
 _LEGEND = "count and bytes are a layer's own; FLOPs are of one call, with the layers inside of it"
 _NUMBERS = ("count", "bytes", "on a device", "gradients", "optimizer", "FLOPs")
 _TOGETHER = ("parameters", "sharding", "init")
-_FOLDED = (  # columns that may be folded, in this order, and to how many characters
-    *(("input -> output", 20), ("inferred", 12), ("init", 22), ("path", 22), ("layer", 12), ("parameters", 20)),
-    *(("sharding", 12), ("path", 8), ("input -> output", 12), ("parameters", 8), ("init", 10)),
+_FOLDED = (  # columns that may be folded, in this order, and to how many characters; what parameters are stays whole
+    *(("input -> output", 20), ("inferred", 12), ("init", 22), ("path", 22), ("layer", 12)),
+    *(("input -> output", 12), ("init", 10)),
 )
 
 
