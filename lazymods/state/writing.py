@@ -82,7 +82,7 @@ def save(
     target = Path(os.path.realpath(os.fsdecode(path)))  # a link stays one: what it points to is replaced
     writers = {".safetensors": write_safetensors, ".npz": write_npz}
     if target.suffix and target.suffix not in writers:
-        needed = "a path with the suffix .safetensors or .npz, or without one for an Orbax folder"
+        needed = "a path that ends with .safetensors or .npz, or without a suffix, for an Orbax folder"
         raise wrong("lm.save: path", path, needed, f"lm.save(model, {str(target.with_suffix('.safetensors'))!r})")
     if target.suffix and not wait:
         needed = "a path without a suffix: wait=False is for Orbax folders"

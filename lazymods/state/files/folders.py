@@ -83,7 +83,7 @@ def _of_variant(path: Path, names: Sequence[str], variant: str, variants: Sequen
         if shards:
             return open_shards(path, shards)
     got = f"no files of the variant {printable(repr(variant))}, but of {printable(', '.join(variants)) or 'none'}"
-    line = f"variant={variants[0]!r}" if variants else "the path alone"
+    line = f"variant={variants[0]!r}" if variants else "lm.load(model, path)  # without variant"
     raise refuse(path, got, "one of the variants that the folder has", write=line)
 
 
