@@ -132,7 +132,8 @@ def raised(function: Any) -> set[str]:
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
-            maker = function.__globals__.get(node.exc.func.id)  # a function that returns an error says of which class
+            # A function that returns an error says of which class.
+            maker = inspect.unwrap(function).__globals__.get(node.exc.func.id)
             is_function = isinstance(maker, types.FunctionType)
             names.add(maker.__annotations__["return"] if is_function else node.exc.func.id)
     return names
