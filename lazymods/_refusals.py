@@ -17,6 +17,7 @@ from lazymods._errors import LazyError, Problem, describe, one_line
 
 _NEEDED = "arrays, numbers and nnx objects, in any pytree: they are the inputs of the compiled program"
 _STATIC = "lm.jit(fn, static_argnames=...)  # with the parameter's name, if it is part of the program"
+MAX_SHOWN = 200  # characters of an argument
 
 
 class ArgumentError(LazyError, TypeError, ValueError):
@@ -31,11 +32,12 @@ def wrong_argument(where: str, got: Any, needed: str, write: str) -> ArgumentErr
 
     Args:
         where: The function, and the argument.
-        got: What it was given.
+        got: What it was given; a class stands for one of its objects.
         needed: What it takes.
         write: The line that mends it.
     """
-    return ArgumentError(Problem(where, repr(got)[:200], needed, write))
+    shown = got.__name__ if isinstance(got, type) else describe(got) if hasattr(got, "shape") else repr(got)
+    return ArgumentError(Problem(where, shown[:MAX_SHOWN], needed, write))
 
 
 def refusal(where: str, value: Any, reason: Exception | None = None) -> ArgumentError:

@@ -40,6 +40,25 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 SAMPLE = 1  # cases of a table
 IN_CI = 4
 QUICK = 3  # tests of a file
+TORCH_SEED = 67280421310721  # PyTorch's own, in a fresh process
+
+
+def _draw_as_alone() -> None:
+    """Let PyTorch draw what it draws in a process of its own, whatever was collected or run before."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(TORCH_SEED)
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """A module's own tensors do not depend on other modules."""
+    if isinstance(collector, pytest.Module):
+        _draw_as_alone()
+
+
+@pytest.hookimpl(tryfirst=True)  # fixtures draw as well
+def pytest_runtest_setup() -> None:
+    """A test's tensors do not depend on other tests."""
+    _draw_as_alone()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

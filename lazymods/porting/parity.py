@@ -17,6 +17,7 @@ from lazymods._frames import entry
 from lazymods._graph import dotted
 from lazymods._layer import lifecycle
 from lazymods._model.hooks import unhooked_class
+from lazymods._refusals import wrong_argument
 from lazymods.porting import reasons
 from lazymods.porting.between import Earlier, of_input, other_function
 from lazymods.porting.comparing import Kept, Match, compared
@@ -34,7 +35,6 @@ from lazymods.porting.watching import (
 )
 from lazymods.state import LoadResult
 from lazymods.state.layouts.site import Site
-from lazymods.state.options import wrong
 
 _ROUNDING = 1e-6  # relative differences that layers of a network have anyway
 
@@ -77,10 +77,10 @@ def parity(
     """
     torch = sys.modules.get(MODULE)
     if not isinstance(model, nnx.Module):
-        raise wrong("lm.parity: model", type(model), "an nnx.Module", "lm.parity(model, torch_module, inputs)")
+        raise wrong_argument("lm.parity: model", type(model), "an nnx.Module", "lm.parity(model, torch_module, inputs)")
     if torch is None or not isinstance(torch_module, torch.nn.Module):
         line = "lm.parity(model, torch_module, inputs)"
-        raise wrong("lm.parity: torch_module", type(torch_module), "a torch.nn.Module", line)
+        raise wrong_argument("lm.parity: torch_module", type(torch_module), "a torch.nn.Module", line)
     _check_outside_of_traces(model)
     _check_initialized(model, torch_module)
     with lifecycle.LOCK:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from lazymods._errors import describe
+from lazymods._refusals import wrong_argument
 from lazymods.state.array_rules import (
     Found,
     axis_of,
@@ -23,7 +24,6 @@ from lazymods.state.array_rules import (
 )
 from lazymods.state.files.stored import Array, StoredTensor
 from lazymods.state.flow import ArrayRule, Entry, Group, Unfit, derived
-from lazymods.state.options import wrong
 from lazymods.state.values import same_values
 
 
@@ -72,13 +72,13 @@ def _joined(arrays: Sequence[Array], axis: int, groups: int) -> Array:
 def _check_parts(rule: ArrayRule, parts: Any, ratio: Any, groups: Any) -> None:
     where = f"lm.rules.{type(rule).__name__}"
     if not isinstance(parts, (tuple, list)) or len(parts) < 2:
-        raise wrong(where, parts, "a tuple of two or more names or patterns", '("q_proj", "k_proj", "v_proj")')
+        raise wrong_argument(where, parts, "a tuple of two or more names or patterns", '("q_proj", "k_proj", "v_proj")')
     check_whole_numbers(rule, "groups", (groups,), least=1)
     if ratio is not None:
         check_whole_numbers(rule, "ratio", ratio, least=1)
         if len(ratio) != len(parts):
             needed = f"ratio is {len(parts)} positive whole numbers, one for each part"
-            raise wrong(where, ratio, needed, f"ratio={(1,) * len(parts)}")
+            raise wrong_argument(where, ratio, needed, f"ratio={(1,) * len(parts)}")
 
 
 @dataclasses.dataclass(frozen=True)

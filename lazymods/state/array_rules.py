@@ -17,10 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymods._errors import Problem, short_dtype
+from lazymods._refusals import wrong_argument
 from lazymods.state.files.stored import StoredTensor
 from lazymods.state.flow import ArrayRule, Entry, Group, Unfit, derived
 from lazymods.state.layouts.computed import wide
-from lazymods.state.options import compiled, expression, replacement, wrong
+from lazymods.state.options import compiled, expression, replacement
 
 Found = tuple[list[Group], list[Problem]]
 
@@ -102,7 +103,7 @@ def check_whole_numbers(rule: ArrayRule, what: str, numbers: Any, *, least: int 
     are = isinstance(numbers, Sequence) and all(isinstance(n, (int, np.integer)) for n in numbers)
     if not are or (least is not None and min(numbers, default=least) < least):
         needed = f"{what} is {'positive ' if least else ''}whole numbers"
-        raise wrong(f"lm.rules.{type(rule).__name__}", numbers, needed, f"{what}=...")
+        raise wrong_argument(f"lm.rules.{type(rule).__name__}", numbers, needed, f"{what}=...")
 
 
 # ---------------------------------------------------------------- one array to one
@@ -235,7 +236,7 @@ class Add(_OneByOne):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.value, (int, float, np.number)):
-            raise wrong("lm.rules.Add", self.value, "a number", "lm.rules.Add(..., 1.0)")
+            raise wrong_argument("lm.rules.Add", self.value, "a number", "lm.rules.Add(..., 1.0)")
 
     def forward(self, tensors: Sequence[StoredTensor], count: int) -> list[StoredTensor]:
         """Add.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lazymods._errors import describe
+from lazymods._refusals import wrong_argument
 from lazymods.state.array_rules import (
     Found,
     axis_of,
@@ -20,7 +21,6 @@ from lazymods.state.array_rules import (
 )
 from lazymods.state.files.stored import Array, StoredTensor
 from lazymods.state.flow import ArrayRule, Entry, Group, Slices, StackedTensor, Unfit, derived
-from lazymods.state.options import wrong
 
 
 def _slices(array: Array, axis: int) -> list[Array]:
@@ -56,7 +56,8 @@ class Stack(ArrayRule):
         check_whole_numbers(self, "axis", (self.axis,))
         if not compiled(self.pattern).groups:
             needed = "a pattern that has a group for the number"
-            raise wrong("lm.rules.Stack", self.pattern, needed, r'lm.rules.Stack(r"layers[.](\d+)[.]", into="layers.")')
+            write = r'lm.rules.Stack(r"layers[.](\d+)[.]", into="layers.")'
+            raise wrong_argument("lm.rules.Stack", self.pattern, needed, write)
 
     @property
     def takes_slices(self) -> bool:
@@ -138,7 +139,8 @@ class Unstack(ArrayRule):
         check_names(self, self.pattern, self.into)
         check_whole_numbers(self, "axis", (self.axis,))
         if "{i}" not in self.into:
-            raise wrong("lm.rules.Unstack", self.into, "into has {i} for the number", 'into="experts.{i}.down_proj"')
+            needed = "into has {i} for the number"
+            raise wrong_argument("lm.rules.Unstack", self.into, needed, 'into="experts.{i}.down_proj"')
 
     def find(self, entries: Sequence[Entry]) -> Found:
         """Take each entry by itself."""

@@ -20,6 +20,7 @@ from lazymods._frames import entry
 from lazymods._initial.keys import is_key
 from lazymods._layer import lifecycle, stacks
 from lazymods._progress import telling
+from lazymods._refusals import wrong_argument
 from lazymods._shardings import Rules
 from lazymods.state import modes, options, tied_heads
 from lazymods.state.beside import Beside
@@ -205,16 +206,16 @@ def load(
 
 def _check_options(layout: str, flatten: Mapping[str, Sequence[int]] | None, dtype: Any, mode: str | None) -> None:
     if layout not in LAYOUTS:
-        raise options.wrong("lm.load: layout", layout, f"one of {', '.join(map(repr, LAYOUTS))}", 'layout="torch"')
+        raise wrong_argument("lm.load: layout", layout, f"one of {', '.join(map(repr, LAYOUTS))}", 'layout="torch"')
     if flatten and layout != "torch":
         needed = "flatten reorders what PyTorch flattened, and needs its layout"
-        raise options.wrong("lm.load: layout", layout, needed, 'layout="torch"')
+        raise wrong_argument("lm.load: layout", layout, needed, 'layout="torch"')
     keeps = isinstance(dtype, str) and dtype == "file"
     if dtype is not None and not keeps and not _is_floating(dtype):
         needed = 'a floating-point dtype, which the parameters get, or "file" for that of each entry'
-        raise options.wrong("lm.load: dtype", dtype, needed, "dtype=jnp.bfloat16")
+        raise wrong_argument("lm.load: dtype", dtype, needed, "dtype=jnp.bfloat16")
     if mode is not None and mode not in modes.MODES:
-        raise options.wrong("lm.load: mode", mode, f"one of {', '.join(map(repr, modes.MODES))}", 'mode="eval"')
+        raise wrong_argument("lm.load: mode", mode, f"one of {', '.join(map(repr, modes.MODES))}", 'mode="eval"')
 
 
 def _is_floating(dtype: Any) -> bool:

@@ -11,13 +11,13 @@ from flax import nnx
 from lazymods._errors import Problem, StateDictError
 from lazymods._frames import entry
 from lazymods._layer import stacks
+from lazymods._refusals import wrong_argument
 from lazymods.state.files.stored import Array, printable
 from lazymods.state.layouts import with_sizes, written
 from lazymods.state.layouts.exporting import second, without_layers
 from lazymods.state.layouts.table import sites
 from lazymods.state.load import LoadResult
 from lazymods.state.noted import WayBack
-from lazymods.state.options import wrong
 from lazymods.state.warned import warn
 from lazymods.state.way_back import as_loaded
 
@@ -74,7 +74,7 @@ def export_torch(
         way = like.way_back if isinstance(like, LoadResult) else None
         if way is None:
             line = "result = lm.load(model, path); lm.export_torch(model, like=result)"
-            raise wrong("lm.export_torch: like", like, "the result of lm.load", line)
+            raise wrong_argument("lm.export_torch: like", like, "the result of lm.load", line)
         flatten = way.flatten if flatten is None else flatten
     with stacks.apart():
         out, problems = _exported(model, way, flatten)

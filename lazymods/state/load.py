@@ -31,9 +31,10 @@ from lazymods._layer.drawing import note_draws
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
 from lazymods._memory import Incoming, transfer
+from lazymods._refusals import wrong_argument
 from lazymods._snapshot import Snapshot
 from lazymods._spread import goes_to_several
-from lazymods.state import by_trial, options, tied_heads
+from lazymods.state import by_trial, tied_heads
 from lazymods.state import missing as missing_entries
 from lazymods.state.entries import Place, Survey, home_trace, is_buffer, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread, read_ahead
@@ -111,7 +112,7 @@ def load_entries(
         survey: The model, if it has been walked already.
     """
     if mismatched not in ("error", "skip"):
-        raise options.wrong("mismatched", mismatched, 'one of "error", "skip"', 'mismatched="skip"')
+        raise wrong_argument("mismatched", mismatched, 'one of "error", "skip"', 'mismatched="skip"')
     origin = origin or Origin()
     if LOCAL.apart is None:
         with stacks.apart(abstract=True):

@@ -8,9 +8,9 @@ from typing import Any
 from flax import nnx
 
 from lazymods._frames import entry
+from lazymods._refusals import wrong_argument
 from lazymods.state.entries import is_training_state
 from lazymods.state.load import LoadResult, load_entries
-from lazymods.state.options import wrong
 
 
 @entry
@@ -58,11 +58,11 @@ def load_state_dict(
     """
     if not isinstance(state_dict, Mapping):
         needed = "a state dict, a mapping from names to arrays"
-        raise wrong("lm.load_state_dict: state_dict", type(state_dict), needed, "lm.state_dict(other)")
+        raise wrong_argument("lm.load_state_dict: state_dict", type(state_dict), needed, "lm.state_dict(other)")
     others = [k for k in state_dict if not isinstance(k, str)]
     if others:
         needed = "names that are dotted strings"
-        raise wrong("lm.load_state_dict: state_dict", others[0], needed, '{"fc1.kernel": ...}')
+        raise wrong_argument("lm.load_state_dict: state_dict", others[0], needed, '{"fc1.kernel": ...}')
     if is_training_state(model):
         from lazymods.state import training  # with the optimizers, which many loads do without
 

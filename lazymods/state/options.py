@@ -7,23 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from lazymods._errors import Problem, describe
-from lazymods._refusals import ArgumentError
-
-_MAX_SHOWN = 200
-
-
-def wrong(where: str, got: Any, needed: str, write: str) -> ArgumentError:
-    """Return the error for an argument of another type or value than a function takes.
-
-    Args:
-        where: The function, and the argument.
-        got: What it was given; a class stands for one of its objects.
-        needed: What it takes.
-        write: The line that mends it.
-    """
-    shown = got.__name__ if isinstance(got, type) else describe(got) if hasattr(got, "shape") else repr(got)
-    return ArgumentError(Problem(where, shown[:_MAX_SHOWN], needed, write))
+from lazymods._errors import Problem
+from lazymods._refusals import MAX_SHOWN, ArgumentError, wrong_argument
 
 
 def expression(where: str, pattern: Any) -> re.Pattern[str]:
@@ -42,10 +27,10 @@ def expression(where: str, pattern: Any) -> re.Pattern[str]:
         except re.error as error:
             got, line = f"{pattern!r}: {error}", f"{re.escape(pattern)!r}  # for the text itself"
             needed = "a regular expression, as Python's re has them"
-            raise ArgumentError(Problem(where, got[:_MAX_SHOWN], needed, line)) from error
+            raise ArgumentError(Problem(where, got[:MAX_SHOWN], needed, line)) from error
     if isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str):
         return pattern
-    raise wrong(where, pattern, "a regular expression, as a text", 'r"^layers[.]"')
+    raise wrong_argument(where, pattern, "a regular expression, as a text", 'r"^layers[.]"')
 
 
 def replacement(where: str, pattern: re.Pattern[str], new: Any) -> None:
@@ -56,14 +41,14 @@ def replacement(where: str, pattern: re.Pattern[str], new: Any) -> None:
     """
     if not isinstance(new, str):
         needed = f"a text to put in the place of {pattern.pattern!r}"
-        raise wrong(where, new, needed, f"({pattern.pattern!r}, '...')")
+        raise wrong_argument(where, new, needed, f"({pattern.pattern!r}, '...')")
     try:
         pattern.sub(new, "")  # which reads all of it, whether the expression fits or not
     except (re.error, IndexError) as error:
         got = f"{new!r} for {pattern.pattern!r}: {error}"
         needed = f"what re.sub takes: the expression has {pattern.groups} groups"
         line = f"{new.replace(chr(92), chr(92) * 2)!r}  # for the text itself"
-        raise ArgumentError(Problem(where, got[:_MAX_SHOWN], needed, line)) from error
+        raise ArgumentError(Problem(where, got[:MAX_SHOWN], needed, line)) from error
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,5 +66,5 @@ def patterns(where: str, given: Any) -> list[re.Pattern[str]]:
     if isinstance(given, (str, re.Pattern)):
         return [expression(where, given)]
     if not isinstance(given, Sequence) and not isinstance(given, (set, frozenset)):
-        raise wrong(where, given, "a regular expression, or several", 'r"^head[.]"')
+        raise wrong_argument(where, given, "a regular expression, or several", 'r"^head[.]"')
     return [expression(where, pattern) for pattern in given]

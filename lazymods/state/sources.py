@@ -20,8 +20,7 @@ from jax.core import Tracer
 
 from lazymods._errors import Problem, StateDictError, describe
 from lazymods._initial.keys import is_key
-from lazymods._refusals import ArgumentError
-from lazymods.state import options
+from lazymods._refusals import ArgumentError, wrong_argument
 from lazymods.state.files.opening import read_checkpoint
 from lazymods.state.files.stored import IN_MEMORY, Checkpoint, StoredTensor, dtype_named
 from lazymods.state.opened import OpenCheckpoint
@@ -51,7 +50,7 @@ def read_source(
         return read_checkpoint(os.fsdecode(source), read, variant=variant)
     if variant is not None:
         needed = "None: it names files of a folder, and the source is none"
-        raise options.wrong("variant", variant, needed, "lm.load(model, source)")
+        raise wrong_argument("variant", variant, needed, "lm.load(model, source)")
     if isinstance(source, OpenCheckpoint):
         return source.read(read)
     return read(_in_memory(source, as_stored=as_stored))
@@ -69,7 +68,7 @@ def _in_memory(source: Any, *, as_stored: bool) -> Checkpoint:
         needed = "a path, a mapping from names to arrays, or a torch.nn.Module"
         is_model = isinstance(source, nnx.Pytree)
         line = "lm.load_state_dict(model, lm.state_dict(other))" if is_model else "lm.load(model, path)"
-        raise options.wrong("lm.load: source", type(source) if is_model else source, needed, line)
+        raise wrong_argument("lm.load: source", type(source) if is_model else source, needed, line)
     path = Path(title)
     ties = _ties(torch, named) if torch is not None else ()
     if as_stored:

@@ -22,6 +22,7 @@ from lazymods._layer import stacks
 from lazymods._layer.asked import SIZE_LINE
 from lazymods._memory import ALIGNMENT
 from lazymods._progress import Advance, telling
+from lazymods._refusals import wrong_argument
 from lazymods._spread import on_host
 from lazymods.state import plain
 from lazymods.state.entries import check_is_model, is_training_state, named_places
@@ -29,7 +30,6 @@ from lazymods.state.files import safetensors
 from lazymods.state.files.paths import check_path
 from lazymods.state.files.replacing import cannot_write, check_file_target, replacing
 from lazymods.state.files.stored import ALIASES, DTYPES, MAX_NAME_BYTES, NOTES, WEAK, Array, printable, texts_as_array
-from lazymods.state.options import wrong
 from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target, orbax_problem
 from lazymods.state.state_dict import state_dict
 from lazymods.state.values import is_deleted, is_weak
@@ -83,10 +83,12 @@ def save(
     writers = {".safetensors": write_safetensors, ".npz": write_npz}
     if target.suffix and target.suffix not in writers:
         needed = "a path that ends with .safetensors or .npz, or without a suffix, for an Orbax folder"
-        raise wrong("lm.save: path", path, needed, f"lm.save(model, {str(target.with_suffix('.safetensors'))!r})")
+        write = f"lm.save(model, {str(target.with_suffix('.safetensors'))!r})"
+        raise wrong_argument("lm.save: path", path, needed, write)
     if target.suffix and not wait:
         needed = "a path without a suffix: wait=False is for Orbax folders"
-        raise wrong("lm.save: path", path, needed, f"lm.save(model, {str(target.with_suffix(''))!r}, wait=False)")
+        write = f"lm.save(model, {str(target.with_suffix(''))!r}, wait=False)"
+        raise wrong_argument("lm.save: path", path, needed, write)
     check_is_model(model)
     with _told(target):
         (check_file_target if target.suffix else check_target)(target)

@@ -74,7 +74,7 @@ def test_the_load_tells_and_leaves_nothing_behind(ready: bool) -> None:
     with pytest.warns(UserWarning) as caught:
         lm.load(model, FILE, layout="torch")
     assert [str(w.message) for w in caught] == [TEXT]
-    assert np.abs(np.asarray(model(IMAGE)) - WANTED).max() > 0.1
+    assert np.abs(np.asarray(model(IMAGE)) - WANTED).max() > 0.01
     explicit = Net(flat)
     lm.materialize(explicit, spec(1, 4, 6, 3))
     nnx.update(explicit, nnx.state(model))

@@ -94,7 +94,8 @@ def test_numbered_modules_where_the_model_has_a_stack() -> None:
 
     model = nnx.Dict(layers=nnx.vmap(Block)(nnx.Rngs(0).split(3)))
     names = [f"layers.{i}.{name}.{leaf}" for i in range(3) for name in ("fc", "out") for leaf in ("weight", "bias")]
-    given = {name: np.random.rand(*((4, 4) if "weight" in name else (4,))).astype(np.float32) for name in names}
+    draw = np.random.default_rng(0)
+    given = {name: draw.random((4, 4) if "weight" in name else (4,), np.float32) for name in names}
     with pytest.raises(lm.StateDictError) as error:
         lm.load(model, given, layout="torch")
     _, cause, write, *_ = str(error.value).splitlines()
