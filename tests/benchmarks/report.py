@@ -44,6 +44,7 @@ PARTS = [
     Benchmark("first_call", "First calls under nnx.jit", "--rounds 1 --calls 5 --models mlp"),
     Benchmark("call_overhead", "Overhead of a call", "--rounds 1 --calls 5 --models mlp10"),
     Benchmark("load", "Loading a checkpoint", "--rounds 1 --width 64"),
+    Benchmark("ports", "Loading a PyTorch model", "--rounds 1 --width 64 --layers 1"),
     Benchmark("lazy_tensors", "Lazy tensors", "--rounds 1 --steps 1"),
     Benchmark("stack", "Depth", "--rounds 1 --depths 2 4 --width 32 --calls 2"),
     Benchmark("saved_tensors", "Saved tensors", "--layers 2 --width 32 --batch 2 --length 16 --repeats 1"),
