@@ -249,7 +249,8 @@ def check_unpacked(file: Path, unpacked: int, stored: int) -> None:
     if unpacked > limit:
         got = f"{unpacked:,} bytes when unpacked, from {stored:,}"
         needed = f"at most {limit:,}: it is a compressed bomb, or MAX_UNPACKED_RATIO has to be raised"
-        line = "lazymods.state.files.stored.MAX_UNPACKED_RATIO = 10_000  # if you trust the file"
+        ratio = -(-unpacked // max(stored, 1))
+        line = f"from lazymods.state.files import stored; stored.MAX_UNPACKED_RATIO = {ratio:_}  # if you trust it"
         raise refuse(file, got, needed, write=line)
 
 
