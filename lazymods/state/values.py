@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -110,7 +111,19 @@ def kind_problem(array: Any, dtype: Any) -> str | None:
     """Say why no array of this kind of numbers can be cast to a dtype, or return None."""
     if jnp.issubdtype(array.dtype, np.complexfloating) and not jnp.issubdtype(dtype, np.complexfloating):
         return f"a real array, for {describe(array)} would lose its imaginary part"
+    if np.dtype(array.dtype).isbuiltin == np.dtype(dtype).isbuiltin == 2 and not _has_cast(array.dtype, dtype):
+        return f"an array of a dtype that numpy casts to {short_dtype(dtype)}"
     return None
+
+
+@functools.cache
+def _has_cast(source: Any, dtype: Any) -> bool:
+    """Whether numpy casts from one to another of the dtypes of ml_dtypes: it has not all of these casts."""
+    try:
+        np.zeros(1, source).astype(dtype)
+    except TypeError:
+        return False
+    return True
 
 
 def _stays_finite(array: Any, dtype: Any) -> bool:
