@@ -19,7 +19,7 @@ import numpy as np
 from lazymods._errors import CheckpointError, harmless, short_dtype
 from lazymods._tables import Table, columns
 from lazymods.state.files.opening import open_checkpoint
-from lazymods.state.files.stored import Checkpoint, StoredTensor, printable
+from lazymods.state.files.stored import Checkpoint, StoredTensor, check_booleans, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,9 +66,10 @@ def _read_all(checkpoint: Checkpoint) -> None:
         CheckpointError: If something is damaged.
     """
     checkpoint.check_sums()
-    for tensor in checkpoint.tensors.values():
+    for name, tensor in checkpoint.tensors.items():
         if isinstance(tensor, StoredTensor):
             values = tensor.read()
+            check_booleans(tensor.file, name, values)
             values.reshape(-1).view(np.uint8).max(initial=0) if values.flags.c_contiguous else values.tobytes()
 
 

@@ -145,7 +145,7 @@ def token(value: Any) -> Hashable:
     if isinstance(value, np.dtype):
         return (np.dtype, value)
     if isinstance(value, np.generic):
-        return (cls, value.tobytes())
+        return (cls, value.tobytes(), value.dtype)  # a time has its unit in its dtype
     if cls is frozenset:
         return (cls, frozenset(map(token, value)))
     if cls is slice or cls is range:

@@ -172,6 +172,7 @@ def load(
             for text in beside.remarks(result, entries, may_be_missing):
                 warn(f"{printable(file.path.name)}: {text}")
             beside.finish(result, mode)
+            result.way_back = _way_back(survey, file, layout, flatten, prepared, result, left)  # reads what is left
 
         total = sum(t.nbytes for t in file.tensors.values() if isinstance(t, StoredTensor))
         with telling(f"loading {printable(file.path.name)}", total, progress) as advance:
@@ -200,7 +201,6 @@ def load(
     result.ignored = [begin + s for name in left for s in prepared.sources[name]]
     result.root = begin.rstrip(".")
     result.notes = [*_notes(left, begin, roots), *prepared.notes, *result.notes]
-    result.way_back = _way_back(survey, file, layout, flatten, prepared, result, left)
     return result
 
 

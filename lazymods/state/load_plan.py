@@ -210,7 +210,8 @@ def make_plan(
             continue
         if is_key(aliases[0].value) and not _graph.is_placeholder(given[found[0].name]):
             used.update(f"{p.name}.{IMPL}" for p in found)
-            _check_key(plan, found[0], given)
+            if _ties_agree(plan, found, given):
+                _check_key(plan, found[0], given)
             continue
         if len(found) > 1:
             found.sort(key=lambda p: _graph.is_placeholder(given[p.name]))  # a value, if one has it

@@ -277,8 +277,10 @@ def _missing_in_orbax(name: str, array: Any) -> tuple[str, str] | None:
 
     if np.size(array) == 0:
         return f"an array of shape {np.shape(array)}", "arrays with elements: Orbax stores no others"
-    if name in NOTES or "\0" in name or len(name.encode()) > MAX_NAME_BYTES or not all(name.split(".")):
-        return f"the name {printable(repr(name))}", "a name of parts with a dot between each two"
+    is_name = all(name.split(".")) and "\0" not in name and orbax.stays_inside(name)
+    if name in NOTES or len(name.encode()) > MAX_NAME_BYTES or not is_name:
+        needed = "a name that a folder can have, of parts with a dot between each two"
+        return f"the name {printable(repr(name))}", needed
     try:
         tensorstore.dtype(array.dtype.name)
     except (TypeError, ValueError):

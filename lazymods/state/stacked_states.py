@@ -27,10 +27,11 @@ class _Together(Stack):
     """What an optimizer has for the blocks of a list, as it has it for a stack."""
 
     modules: tuple[str, ...] = ()
+    known: Collection[str] = dataclasses.field(default=(), repr=False, compare=False)
 
     def find(self, entries: Sequence[Entry]) -> Found:
-        """Find what is beside the modules."""
-        return super().find([e for e in entries if not e.name.startswith(self.modules)])
+        """Find what is beside the modules, and has no place as it is."""
+        return super().find(_beside(entries, self.modules, self.known))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +40,16 @@ class _Apart(Unstack):
 
     modules: tuple[str, ...] = ()
     count: int = 0
+    known: Collection[str] = dataclasses.field(default=(), repr=False, compare=False)
 
     def find(self, entries: Sequence[Entry]) -> Found:
-        """Find what is beside the modules, and has as many layers as the list has."""
-        rest = [e for e in entries if not e.name.startswith(self.modules)]
+        """Find what is beside the modules, has no place as it is, and has as many layers as the list has."""
+        rest = _beside(entries, self.modules, self.known)
         return super().find([e for e in rest if e.tensor.shape[:1] == (self.count,)])
+
+
+def _beside(entries: Sequence[Entry], modules: tuple[str, ...], known: Collection[str]) -> list[Entry]:
+    return [e for e in entries if e.name not in known and not e.name.startswith(modules)]
 
 
 def rules_for(survey: Survey) -> list[ArrayRule]:
@@ -53,12 +59,14 @@ def rules_for(survey: Survey) -> list[ArrayRule]:
     stacks = [p for _, p, node in inside if TOGETHER in vars(node)]
     lists = [(p, node) for _, p, node in inside if isinstance(node, nnx.List)]
     names = {dotted(p) for _, p, _ in inside}
+    known = survey.places.keys()
     rules: list[ArrayRule] = []
     for path in sorted(stacks, key=len, reverse=True):  # inner ones first
-        rules.append(_Together(rf"{_after(dotted(path), names)}(\d+)[.]", into="", modules=modules))
+        rules.append(_Together(rf"{_after(dotted(path), names)}(\d+)[.]", into="", modules=modules, known=known))
     for path, node in sorted(lists, key=lambda found: len(found[0])):
         count = sum(key.isdecimal() for key in _graph.attributes(node))
-        rules.append(_Apart(rf"{_after(dotted(path), names)}(?!\d)", into="{i}.", modules=modules, count=count))
+        pattern = rf"{_after(dotted(path), names)}(?!\d)"
+        rules.append(_Apart(pattern, into="{i}.", modules=modules, count=count, known=known))
     return rules
 
 

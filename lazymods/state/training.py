@@ -97,20 +97,20 @@ def _is_lazy_optimizer(node: Any) -> bool:
 def _model_of(state: Any, optimizer: LazyOptimizer, prefix: str, own: Mapping[str, Any]) -> nnx.Pytree:
     """Return the module that an optimizer is for.
 
-    It is the only one that is there; if none is, the one that it was made for; or one whose optimizer would have a
-    state of the names, shapes and dtypes of the entries. Two such have equal states at first, so it is no matter which
-    of them is taken.
+    It is the one that it was made for, if that is there or none is; the only one that is there; or one whose optimizer
+    would have a state of the names, shapes and dtypes of the entries. Two such have equal states at first, so it is no
+    matter which of them is taken.
 
     Raises:
         UninitializedError: If there is none.
     """
     nodes = [(path, n) for path, n in _graph.nodes(state) if isinstance(n, nnx.Module) and not _is_optimizer(n)]
     modules = {path: n for path, n in nodes if not any(path[:i] in dict(nodes) for i in range(1, len(path)))}
+    made_for = model_of(optimizer)
+    if made_for is not None and (not modules or any(node is made_for for _, node in nodes)):
+        return made_for
     if len(modules) == 1:
         return next(iter(modules.values()))
-    made_for = None if modules else model_of(optimizer)
-    if made_for is not None:
-        return made_for
     wanted = {name: (np.shape(v), getattr(v, "dtype", None)) for name, v in own.items()}
     ready = [node for _, node in nodes if not _graph.has_uninitialized_params(node)]
     states = [_signature(node, optimizer) for node in ready]

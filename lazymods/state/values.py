@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from lazymods._errors import describe, short_dtype
+from lazymods._initial.keys import is_key
 from lazymods._layer.placeholder import strongly_typed
 from lazymods.state.files.stored import Unread
 
@@ -109,7 +111,19 @@ def kind_problem(array: Any, dtype: Any) -> str | None:
     """Say why no array of this kind of numbers can be cast to a dtype, or return None."""
     if jnp.issubdtype(array.dtype, np.complexfloating) and not jnp.issubdtype(dtype, np.complexfloating):
         return f"a real array, for {describe(array)} would lose its imaginary part"
+    if np.dtype(array.dtype).isbuiltin == np.dtype(dtype).isbuiltin == 2 and not _has_cast(array.dtype, dtype):
+        return f"an array of a dtype that numpy casts to {short_dtype(dtype)}"
     return None
+
+
+@functools.cache
+def _has_cast(source: Any, dtype: Any) -> bool:
+    """Whether numpy casts from one to another of the dtypes of ml_dtypes: it has not all of these casts."""
+    try:
+        np.zeros(1, source).astype(dtype)
+    except TypeError:
+        return False
+    return True
 
 
 def _stays_finite(array: Any, dtype: Any) -> bool:
@@ -184,10 +198,12 @@ def weakly_typed(array: jax.Array) -> jax.Array:
 
 
 def same_values(a: Any, b: Any) -> bool:
-    """Whether two entries hold the same bits."""
+    """Whether two entries hold the same bits, or are the same text."""
     if a is b:
         return True
-    a, b = as_array(a), as_array(b)
+    if is_text(a) and type(a) is type(b):
+        return a == b
+    a, b = _known(a), _known(b)
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return False
     left, right = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
@@ -196,8 +212,15 @@ def same_values(a: Any, b: Any) -> bool:
 
 def same_numbers(a: Any, b: Any) -> bool:
     """Whether two entries hold the same numbers in two dtypes, one of which has all that the other has."""
-    a, b = as_array(a), as_array(b)
+    a, b = _known(a), _known(b)
     if a is None or b is None or a.shape != b.shape:
         return False
     is_wider = np.can_cast(a.dtype, b.dtype) or np.can_cast(b.dtype, a.dtype)
     return is_wider and np.array_equal(np.asarray(a), np.asarray(b))
+
+
+def _known(value: Any) -> Any:
+    """Return an entry as an array, a random key as its data; None if it has no numbers, or they are not known."""
+    value = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+    array = jax.random.key_data(value) if is_key(value) and not is_deleted(value) else as_array(value)
+    return None if isinstance(array, Tracer) or is_deleted(array) else array

@@ -17,7 +17,8 @@ from flax import nnx
 from jax.core import Tracer
 
 from lazymods import _compat, _frames, _graph
-from lazymods._errors import CheckpointError, LazyError, Problem, UninitializedError, describe
+from lazymods._errors import CheckpointError, LazyError, Problem, UninitializedError, describe, located
+from lazymods._graph import dotted
 from lazymods._layer import stacks
 from lazymods._layer.asked import SIZE_LINE
 from lazymods._memory import ALIGNMENT
@@ -59,19 +60,21 @@ def save(
         path: Where to: ``.safetensors``, whose tensors are laid so that :func:`load` can map them; ``.npz``; or,
             without a suffix, an Orbax folder, which takes the place of the one that is there and can hold arrays that
             are spread over several processes.
-        include_rng: Whether to write random state as well; None: for a training state, not for a module.
+        include_rng: Whether to write random state as well; None: for a training state and for ``nnx.Rngs``, not for a
+            module.
         wait: False, for an Orbax folder: return once the values are copied, and write in the background.
 
     Returns:
         With ``wait=False`` the save that is going on, whose ``wait()`` must be called; else None.
 
     Raises:
-        UninitializedError: If a parameter has no value yet.
+        UninitializedError: If a parameter has no value yet, or a ``LazyOptimizer`` no state.
         CheckpointError: If a value cannot be held by the format, such as 4-bit integers, or by any, such as a function,
             a donated array or a traced value; if a file was to hold arrays of several processes, or one of these does
             not come to save; if something stands at the path that is neither a checkpoint nor a
             regular file, or the path is a URL; or if it cannot be written (then it is an OSError too).
-        ArgumentError: If the model is neither an nnx object nor a dict or list, or the suffix none of these.
+        ArgumentError: If the model is neither an nnx object nor a dict or list, the path none, or its suffix none of
+            these.
 
     Example:
         >>> import tempfile, lazymods as lm
@@ -81,33 +84,35 @@ def save(
     check_path(path)
     target = Path(os.path.realpath(os.fsdecode(path)))  # a link stays one: what it points to is replaced
     writers = {".safetensors": write_safetensors, ".npz": write_npz}
-    if target.suffix and target.suffix not in writers:
+    named = Path(os.fsdecode(path)).suffix
+    suffix = named if named in writers else target.suffix  # what a link leads to may have any name
+    if suffix and suffix not in writers:
         needed = "a path that ends with .safetensors or .npz, or without a suffix, for an Orbax folder"
         write = f"lm.save(model, {str(target.with_suffix('.safetensors'))!r})"
         raise wrong_argument("lm.save: path", path, needed, write)
-    if target.suffix and not wait:
+    if suffix and not wait:
         needed = "a path without a suffix: wait=False is for Orbax folders"
         write = f"lm.save(model, {str(target.with_suffix(''))!r}, wait=False)"
         raise wrong_argument("lm.save: path", path, needed, write)
     check_is_model(model)
     with _told(target):
-        (check_file_target if target.suffix else check_target)(target)
+        (check_file_target if suffix else check_target)(target)
     _refuse_lazy(model)
     if include_rng is None:
-        include_rng = is_training_state(model)
+        include_rng = is_training_state(model) or isinstance(model, (nnx.Rngs, nnx.RngStream))
     with stacks.apart():
         _refuse_without_values(model, target, include_rng=include_rng)
         values, aliases, problems = _collect(model, target, include_rng=include_rng)
-    problems += [p for name, value in values.items() if (p := _format_problem(target, name, value)) is not None]
+    problems += [p for name, value in values.items() if (p := _format_problem(target, suffix, name, value)) is not None]
     if problems:
         raise CheckpointError(*problems)
     weak = {name: v.dtype.name for name, v in values.items() if is_weak(v)}
     notes = {key: texts for key, texts in ((ALIASES, aliases), (WEAK, weak)) if texts}
     title = f"saving {printable(target.name)}"
-    if target.suffix:
+    if suffix:
         known = {name: _known(value) for name, value in values.items()}
         with telling(title, sum(value.nbytes for value in known.values())) as advance:
-            writers[target.suffix](target, known, notes, advance)
+            writers[suffix](target, known, notes, advance)
         return None
     with _told(target), telling(title):
         pending = begin_orbax(target, values, notes)
@@ -134,6 +139,12 @@ def _refuse_lazy(model: Any) -> None:
             got = f"an uninitialized parameter, {entry.value!r}"
             needed = "a value: a file holds values only"
             problems.append(Problem(f"{entry.name} ({type(entry.value).__name__})", got, needed, SIZE_LINE))
+    for path, node in _graph.nodes(model):
+        if isinstance(node, nnx.Optimizer) and _graph.is_lazy_node(node):
+            needed = "its state, which is made of the parameters: a file holds values only"
+            line = "optimizer.make_state(model)  # or its first update, before lm.save"
+            where = located(dotted(path), type(node).__name__)
+            problems.append(Problem(where, "an optimizer without a state", needed, line))
     if problems:
         raise UninitializedError(*problems, heading=f"{type(model).__name__} is not ready to be saved")
 
@@ -179,7 +190,7 @@ def _collect(
     values: dict[str, Any] = {}
     problems = []
     for name, value in entries.items():
-        if name in aliases and isinstance(value, (jax.Array, np.ndarray)):
+        if name in aliases and isinstance(value, (jax.Array, np.ndarray)) and _is_text(name) and name not in NOTES:
             continue
         aliases.pop(name, None)
         held = plain.stored(name, value.get_raw_value() if isinstance(value, nnx.Variable) else value)
@@ -215,9 +226,9 @@ def _is_text(name: str) -> bool:
     return True
 
 
-def _format_problem(path: Path, name: str, value: Any) -> Problem | None:
-    """Say why the format of a path cannot hold a value, if so."""
-    if not path.suffix:
+def _format_problem(path: Path, suffix: str, name: str, value: Any) -> Problem | None:
+    """Say why the format of a suffix cannot hold a value, if so."""
+    if not suffix:
         return orbax_problem(path, name, value)
     where = printable(f"{path.name}: {name}")
     if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -226,7 +237,7 @@ def _format_problem(path: Path, name: str, value: Any) -> Problem | None:
         line = f"lm.save(model, {printable(str(path.with_suffix('')))!r})  # in every process"
         return Problem(where, got, needed, line)
     dtype = _native(value.dtype)
-    if path.suffix == ".safetensors":
+    if suffix == ".safetensors":
         kind, is_held = "safetensors", dtype in safetensors.NAMES and name != safetensors.METADATA
     else:
         is_name = name not in (DTYPES, *NOTES) and "\0" not in name and len(name.encode()) <= MAX_NAME_BYTES
@@ -269,6 +280,11 @@ def write_safetensors(path: Path, values: Values, notes: Notes, advance: Advance
         header[name] = {"dtype": kind, "shape": list(value.shape), "data_offsets": offsets[name]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    if len(text) > safetensors.MAX_HEADER_BYTES:
+        got = f"{len(values):,} arrays, whose names and shapes take {len(text):,} bytes"
+        needed = f"at most {safetensors.MAX_HEADER_BYTES:,}: no reader takes a longer header"
+        line = f"lm.save(model, {printable(str(path.with_suffix('.npz')))!r})"
+        raise CheckpointError(Problem(printable(path.name), got, needed, line))
     with replacing(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name in order:

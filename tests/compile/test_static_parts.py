@@ -220,3 +220,11 @@ def test_static_arrays_are_told_apart() -> None:
         np.testing.assert_array_equal(call(X, table), X + table[0])
     ones[0][:] = 5  # static arguments count by value
     np.testing.assert_array_equal(call(X, ones), X + 5)
+
+
+def test_times_of_two_units_are_told_apart() -> None:
+    model, minute = nnx.Dict(step=nnx.static(np.timedelta64(1, "s"))), np.timedelta64(1, "m")
+    call = lm.jit(lambda model, x: x * (model.step / np.timedelta64(1, "s")))
+    np.testing.assert_array_equal(call(model, X), X)
+    model.step = nnx.static(minute)
+    np.testing.assert_array_equal(call(model, X), X * 60)

@@ -394,6 +394,29 @@ def test_equal_entries_of_a_tie_in_any_form() -> None:
     assert bool(jnp.isnan(model.a[0]))
 
 
+def test_equal_entries_of_a_tie_of_random_keys() -> None:
+    stream = nnx.Rngs(0).default
+    state = {"a": stream, "b": stream}
+    other = lm.state_dict({"a": nnx.Rngs(1).default, "b": nnx.Rngs(2).default}, include_rng=True)
+    for given in (other, {"a.key": jax.random.key(1), "b.key": jax.random.key(2)}):
+        with pytest.raises(lm.StateDictError, match=r"b\.key .*\n.*another value than a\.key, to which it is tied"):
+            lm.load_state_dict(state, given, strict=False)
+    assert_same_bits(stream.key.get_value(), nnx.Rngs(0).default.key.get_value())
+    lm.load_state_dict(state, {"a.key": jax.random.key(1), "b.key": jax.random.key(1)}, strict=False)
+    assert_same_bits(stream.key.get_value(), jax.random.key(1))
+
+
+def test_an_entry_of_a_tie_that_was_deleted() -> None:
+    model = nnx.Dict(a=nnx.Param(jnp.zeros(2)))
+    model.b = model.a
+    gone = jnp.ones(2)
+    gone.delete()
+    for given in ({"a": gone, "b": jnp.ones(2)}, {"a": jnp.ones(2), "b": gone}):
+        with pytest.raises(lm.StateDictError, match="another value than a, to which it is tied"):
+            load(model, given)
+    assert_same_bits(model.a.get_value(), jnp.zeros(2))
+
+
 def test_a_shared_lazy_layer() -> None:
     one = linear(lazy=True)
     model = nnx.Dict(x=one, y=nnx.List([one]))

@@ -112,3 +112,11 @@ def test_paths_that_save_does_not_write(tmp_path: Path) -> None:
     with pytest.raises(lm.ArgumentError, match=r"needed: a path without a suffix: wait=False"):
         lm.save(layer, tmp_path / "x.npz", wait=False)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", [None, 3, nnx.Linear(2, 2, rngs=nnx.Rngs(0))], ids=["none", "number", "model"])
+def test_what_is_no_path(path: Any, tmp_path: Path) -> None:
+    """``lm.save(path, model)`` gives the model for the path."""
+    for call in (lambda: lm.save(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), path), lambda: lm.open(path)):
+        with pytest.raises(lm.ArgumentError, match=rf"^path\n  got:    {type(path).__name__}\n  needed: a text, or a"):
+            call()

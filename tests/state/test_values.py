@@ -72,6 +72,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "infinity": ("uint8", np.array([0, np.inf], np.float32), "whole numbers, for u8"),
     "bool-two": ("bool", np.array([0, 2]), "only zeros and ones, for a boolean"),
     "bool-nan": ("bool", np.array([0, np.nan], np.float32), "only zeros and ones, for a boolean"),
+    "no cast": ("float8_e4m3fn", np.ones(2, ml_dtypes.float8_e8m0fnu), "of a dtype that numpy casts to f8_e4m3fn"),
 }
 
 

@@ -6,6 +6,7 @@ import os
 import re
 
 from lazymods._errors import CheckpointError, Problem
+from lazymods._refusals import wrong_argument
 from lazymods.state.files.stored import printable
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:)/+[^/]")  # a drive of Windows has one letter; a Path has one slash left
@@ -18,7 +19,10 @@ def check_path(path: str | os.PathLike[str]) -> None:
 
     Raises:
         CheckpointError: If it is one.
+        ArgumentError: If it is no path at all.
     """
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise wrong_argument("path", type(path), "a text, or a pathlib.Path", _OTHER)
     text = os.fsdecode(path)
     found = _URL.match(text)
     shown = printable(text, 5000)

@@ -249,7 +249,8 @@ def check_unpacked(file: Path, unpacked: int, stored: int) -> None:
     if unpacked > limit:
         got = f"{unpacked:,} bytes when unpacked, from {stored:,}"
         needed = f"at most {limit:,}: it is a compressed bomb, or MAX_UNPACKED_RATIO has to be raised"
-        line = "lazymods.state.files.stored.MAX_UNPACKED_RATIO = 10_000  # if you trust the file"
+        ratio = -(-unpacked // max(stored, 1))
+        line = f"from lazymods.state.files import stored; stored.MAX_UNPACKED_RATIO = {ratio:_}  # if you trust it"
         raise refuse(file, got, needed, write=line)
 
 
@@ -319,9 +320,8 @@ def read_json(
         raise ValueError(f"{text} is no JSON")
 
     # what is parsed takes at most some times the text's size: names and texts are long, and containers few
-    parts = raw.count(b"{") + raw.count(b"[") + raw.count(b":")
-    if parts > MIN_JSON_PARTS + len(raw) // BYTES_OF_JSON_PART or raw.count(b",") > MIN_JSON_PARTS + len(raw) // 3:
-        got = f"{what} of {len(raw):,} bytes that is made of {parts:,} parts"
+    if _is_dense(raw, len(raw)) and _is_dense(_without_texts(raw), len(raw)):
+        got = f"{what} of {len(raw):,} bytes that is made of {_parts_of(raw):,} parts"
         raise refuse(file, got, "names and texts mostly: parsed it would take many times its size", tensor=tensor)
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=checked, parse_constant=constant)
@@ -332,13 +332,26 @@ def read_json(
         raise refuse(file, got, "JSON, in UTF-8", tensor=tensor) from error
 
 
+def _is_dense(raw: bytes, length: int) -> bool:
+    """Whether JSON of a length has more parts than names and texts leave room for."""
+    too_many = _parts_of(raw) > MIN_JSON_PARTS + length // BYTES_OF_JSON_PART
+    return too_many or raw.count(b",") > MIN_JSON_PARTS + length // 3
+
+
+def _parts_of(raw: bytes) -> int:
+    return raw.count(b"{") + raw.count(b"[") + raw.count(b":")
+
+
+def _without_texts(raw: bytes) -> bytes:
+    """Return JSON without what its names and texts hold."""
+    raw = raw.replace(rb"\\", b"").replace(rb'\"', b"")  # the quotes that end none
+    characters = np.frombuffer(raw, np.uint8)
+    is_inside = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1  # after an odd number of quotes
+    return characters[is_inside == 0].tobytes()
+
+
 def _first_duplicate(names: list[str]) -> str:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return ""
+    return next((name for name, count in collections.Counter(names).items() if count > 1), "")
 
 
 # ---------------------------------------------------------------- dtypes

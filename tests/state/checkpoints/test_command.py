@@ -46,6 +46,12 @@ def test_check(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "m.safetensors" in err and "truncated" in err
 
 
+def test_booleans_that_a_load_refuses_are_not_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"mask": np.array([0, 2, 1], np.uint8).view(np.bool_)}, tmp_path / "m.safetensors")
+    assert main(["check", str(tmp_path / "m.safetensors")]) == 1
+    assert "m.safetensors: mask\n  got:    bytes other than 0 and 1" in capsys.readouterr().err
+
+
 def test_a_missing_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(tmp_path / "none.npz")]) == 1
     assert "none.npz" in capsys.readouterr().err

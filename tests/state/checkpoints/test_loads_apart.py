@@ -96,6 +96,22 @@ def test_a_warning_names_the_line_of_the_load(tmp_path: Path) -> None:
         lm.load({"m": Two(1, tie=False)}, tmp_path / "s.npz")
         assert [w.filename for w in told] == [__file__]
 
+# ---------------------------------------------------------------- what is left out
+
+
+@pytest.mark.parametrize("how", [{"strict": False}, {"ignore": "extra"}], ids=["not strict", "ignored"])
+def test_a_damaged_entry_that_is_left_out_leaves_the_model_as_it_was(how: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "s.npz"
+    np.savez_compressed(path, kernel=np.ones((2, 3)), bias=np.ones(3), extra=np.arange(5000))
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(b"extra.npy") + 2000] ^= 0xFF  # in the middle of what it unpacks to
+    path.write_bytes(raw)
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    before = np.array(model.kernel[...])
+    with pytest.raises(lm.CheckpointError, match=r"s\.npz: extra"):
+        lm.load(model, path, **how)
+    np.testing.assert_array_equal(model.kernel[...], before)
+
 
 # ---------------------------------------------------------------- arrays of others
 

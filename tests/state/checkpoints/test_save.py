@@ -15,6 +15,7 @@ from helpers import assert_same_bits, lazy_mlp, plain_mlp
 from safetensors.numpy import load_file
 
 import lazymods as lm
+from lazymods.state.files import safetensors, stored
 
 
 def header(path: Path) -> tuple[dict[str, Any], int]:
@@ -112,6 +113,27 @@ def test_what_the_format_cannot_hold_is_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_names_of_many_signs_come_back(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load refuses JSON of more parts than it has room for names; what stands in a name is no part."""
+    monkeypatch.setattr(stored, "MIN_JSON_PARTS", 10)
+
+    def make(k: int) -> dict[str, Any]:
+        held = {f"{i}" + ":[{,ä" * 20: nnx.Param(jnp.full(2, i * k)) for i in range(20)}
+        return held | {f"tied {name}": variable for name, variable in held.items()}
+
+    lm.save(make(1), tmp_path / f"s{suffix}")
+    lm.load(state := make(0), tmp_path / f"s{suffix}")
+    assert [float(variable[0]) for variable in state.values()] == [*range(20)] * 2
+
+
+def test_a_header_that_no_reader_takes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 1000)
+    with pytest.raises(lm.CheckpointError, match=r"m\.safetensors\n  got:    20 arrays, .* take [\d,]+ bytes"):
+        lm.save({f"entry{i}": jnp.ones(3) for i in range(20)}, tmp_path / "m.safetensors")
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_suffix_that_nothing_writes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\.safetensors or \.npz"):
         lm.save(plain_mlp(), tmp_path / "model.h5")
@@ -138,6 +160,17 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     lm.save(plain_mlp(), tmp_path / "link.safetensors")
     assert (tmp_path / "link.safetensors").is_symlink()
     assert (tmp_path / "blobs" / "file.safetensors").is_file()
+
+
+def test_the_format_is_that_of_the_name_that_was_given(tmp_path: Path) -> None:
+    """As in the cache of the Hugging Face hub, whose links lead to files named by their hashes."""
+    (tmp_path / "blob").write_text("the old one")
+    (tmp_path / "link.safetensors").symlink_to("blob")
+    (tmp_path / "latest").symlink_to("step.npz")
+    for name in ("link.safetensors", "latest"):
+        lm.save({"a": jnp.ones(3)}, tmp_path / name)
+        assert (tmp_path / name).is_symlink()
+    assert load_file(tmp_path / "blob")["a"].tolist() == np.load(tmp_path / "step.npz")["a"].tolist() == [1, 1, 1]
 
 
 def test_permissions_are_those_of_a_new_file(tmp_path: Path) -> None:

@@ -109,6 +109,22 @@ def test_all_that_is_wrong_is_told_at_once(suffix: str, held: dict[str, Any], tm
     assert len(told.value.problems) == 1 + len(held) and not list(tmp_path.iterdir())
 
 
+@each_format
+@pytest.mark.parametrize("name", ["\udc80", "__weak_types__"], ids=["half a pair", "a note"])
+def test_a_second_name_of_a_tie_that_a_file_cannot_note(name: str, suffix: str, tmp_path: Path) -> None:
+    """Names of ties stand in the notes of a file, where a load would not find these."""
+    variable = nnx.Param(jnp.ones(3))
+    if (suffix, name) != (".safetensors", "__weak_types__"):
+        with pytest.raises(lm.CheckpointError, match="a name"):
+            lm.save({"a": variable, name: variable}, tmp_path / f"s{suffix}")
+        assert not list(tmp_path.iterdir())
+        return
+    lm.save({"a": variable, name: variable, "weak": jnp.full(2, 0.5)}, tmp_path / "s.safetensors")
+    other = nnx.Param(jnp.zeros(3))
+    assert not any(lm.load({"a": other, name: other, "weak": jnp.zeros(2)}, tmp_path / "s.safetensors"))
+    assert other[...].tolist() == [1, 1, 1]
+
+
 def test_all_names_that_meet_are_told_at_once() -> None:
     with pytest.raises(lm.StateDictError) as told:
         lm.state_dict({"a.b": 1, "a": {"b": 2}, "c.d": 3, "c": {"d": 4}})

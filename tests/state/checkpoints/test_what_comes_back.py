@@ -134,6 +134,7 @@ def test_any_name_comes_back(names: tuple[str, ...], suffix: str, tmp_path: Path
     ("suffix", "name"),
     [
         *[("", name) for name in ("", ".", "..", "a..b", ".a", "a.", "a\0b", "\ud800", "__aliases__", "n" * 70_000)],
+        *[("", name) for name in ("/a", "a/", "a//b", "a\\", "a/./b")],
         *[(".npz", name) for name in ("a\0b", "\ud800", "__dtypes__", "__weak_types__", "n" * 70_000)],
         *[(".safetensors", name) for name in ("\ud800", "__metadata__")],
     ],
