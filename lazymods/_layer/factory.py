@@ -302,7 +302,9 @@ def _layer_builder(
         )
 
     spec, formulas = _first_that_reads(plan, specify, structures, modules)
-    return LayerBuilder(spec, formulas, placeholder_shapes(spec, formulas, modules)), modules
+    shapes = placeholder_shapes(spec, formulas, modules)
+    spec.keep()
+    return LayerBuilder(spec, formulas, shapes), modules
 
 
 def _configured(plan: LazyClassSpec, arguments: Mapping[str, Any], given: set[str]) -> dict[str, Any]:
