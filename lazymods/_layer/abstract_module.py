@@ -14,6 +14,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -270,6 +271,7 @@ def trace(
     modules: Mapping[str, Any],
     streams: Mapping[str, tuple[Any, Any, str]],
     rngs_name: str | None,
+    originals: Mapping[int, Any] = MappingProxyType({}),
 ) -> list[AbstractModule]:
     """Run a constructor abstractly, at several sizes in one trace: half of what a trace costs is to begin one.
 
@@ -281,6 +283,7 @@ def trace(
         modules: Its arguments that are modules; where the object holds one, the abstract module says :class:`Given`.
         streams: Avals of key and counter, and the tag, of every stream of rngs.
         rngs_name: The name of the argument that takes the rngs, None if it takes none.
+        originals: By the id of a copy among the arguments: what the object holds in its place.
 
     Returns:
         An abstract module for each run; they share one program.
@@ -310,7 +313,7 @@ def trace(
             with nnx.use_eager_sharding(_compat.NOT_GIVEN):  # nothing is sharded, whatever a mesh may be set
                 in_order, by_name = as_call(cls, call)
                 twin = cls(*in_order, **by_name)
-            reader = _Reader(cls.__name__, known, outputs)
+            reader = _Reader(cls.__name__, known, outputs, originals)
             found.append((reader.describe(twin, ()), reader.slots, len(outputs)))
             outputs += [v.get_raw_value() for s in mirrors.values() for v in (s.key, s.count)]
         return outputs
@@ -355,14 +358,17 @@ def _make_rngs(mirrors: Mapping[str, RecordedStream]) -> nnx.Rngs | RecordedStre
 class _Reader:
     """Turns a constructed object into descriptions, one description for an object however often it is met."""
 
-    def __init__(self, name: str, given: Mapping[int, str], values: list[Any]) -> None:
-        self.name, self.given = name, given
+    def __init__(
+        self, name: str, given: Mapping[int, str], values: list[Any], originals: Mapping[int, Any]
+    ) -> None:
+        self.name, self.given, self.originals = name, given, originals
         self.values = values  # those of the slots are appended
         self.slots: dict[Path, Slot] = {}
         self.seen: dict[int, Any] = {}
         self.alive: list[Any] = []
 
     def describe(self, value: Any, path: Path) -> Any:
+        value = self.originals.get(id(value), value)
         if id(value) in self.given:
             return Given(self.given[id(value)])
         if id(value) in self.seen:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import inspect
 import math
@@ -115,13 +117,69 @@ def freeze(value: Any) -> Any:
         return kind, value.hex()
     if isinstance(value, complex):
         return kind, value.real.hex(), value.imag.hex()
+    return _freeze_object(kind, value)
+
+
+def _freeze_object(kind: Any, value: Any) -> Any:
     if isinstance(value, (jax.Array, np.ndarray)) or nnx.Pytree in kind.__mro__:
         raise UnhashableError
+    if isinstance(value, frozenset):
+        return kind, frozenset(map(freeze, value))
+    if can_change(value):
+        raise UnhashableError
+    if dataclasses.is_dataclass(kind):  # its own comparison may take True for 1, or leave out a field
+        return kind, tuple([freeze(getattr(value, f.name, None)) for f in dataclasses.fields(kind)])
     try:
         hash(value)
     except TypeError as error:
         raise UnhashableError from error
-    return type(value), value
+    return kind, value
+
+
+def can_change(value: Any) -> bool:
+    """Whether an argument may be another one later, though it is the same object: a list, or a config, say."""
+    kind: Any = type(value)
+    if isinstance(value, (list, set)) or (hasattr(kind, "keys") and hasattr(kind, "__setitem__")):
+        return True
+    if nnx.Pytree in kind.__mro__ or nnx.Variable in kind.__mro__ or hasattr(kind, "dtype"):
+        return False
+    parameters: Any = getattr(kind, "__dataclass_params__", None)
+    if parameters is not None and parameters.frozen:
+        return False
+    by_identity = kind.__hash__ is None or kind.__hash__ is object.__hash__
+    is_other = callable(value) or isinstance(value, types.ModuleType)
+    return by_identity and hasattr(value, "__dict__") and not is_other
+
+
+def copied(value: Any, known: dict[int, tuple[Any, Any]]) -> Any:
+    """Copy an argument, and what it holds, as far as that can change; nnx objects stay what they are.
+
+    Args:
+        value: The argument.
+        known: What is copied already, by its id, with its copy; it gets all others.
+    """
+    if id(value) in known:
+        return known[id(value)][1]
+    if type(value) is tuple:
+        items = tuple([copied(v, known) for v in value])
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+    if not (can_change(value) or type(value) is np.ndarray):
+        return value
+    try:
+        made = copy.copy(value)
+    except Exception:  # of a file, say: there is but one
+        return value
+    if made is value:
+        return value
+    known[id(value)] = value, made
+    if isinstance(value, list):
+        made[:] = [copied(v, known) for v in value]
+    elif hasattr(value, "keys"):
+        for key in list(made):
+            made[key] = copied(made[key], known)
+    elif not isinstance(value, (set, np.ndarray)):
+        vars(made).update({k: copied(v, known) for k, v in vars(value).items()})
+    return made
 
 
 def freeze_arguments(cls: type, arguments: Mapping[str, Any]) -> Any:
@@ -145,7 +203,8 @@ def _frozen_defaults(cls: type) -> dict[str, tuple[Any, tuple[str, Any]]]:
     for name, parameter in constructor_parameters(cls).items():
         value = parameter.default
         kind = type(value)
-        if isinstance(value, (list, tuple)) or (hasattr(kind, "keys") and kind is not types.MappingProxyType):
+        is_mapping = hasattr(kind, "keys") and kind is not types.MappingProxyType
+        if isinstance(value, (list, tuple)) or is_mapping or can_change(value):
             continue  # it may be changed in place
         with contextlib.suppress(UnhashableError):
             found[name] = value, (name, freeze(value))
@@ -167,7 +226,9 @@ def exact(value: Any) -> Any:
         return kind, value.hex()
     if kind is tuple:
         return tuple(map(exact, value))
-    if isinstance(value, (types.MethodType, tuple, jax.Array)) or hasattr(kind, "keys") or nnx.Pytree in kind.__mro__:
+    if isinstance(value, (types.MethodType, tuple, jax.Array)) or hasattr(kind, "keys") or can_change(value):
+        raise UnhashableError
+    if nnx.Pytree in kind.__mro__:
         raise UnhashableError
     try:
         hash(value)

@@ -31,6 +31,7 @@ from lazymods._layer.arguments import (
     UnhashableError,
     common_multiple,
     constructor_parameters,
+    copied,
     freeze,
     freeze_arguments,
 )
@@ -87,6 +88,8 @@ class LayerConfig:
             self.key = object()
         self._hash = hash(self.key)
         self._own_formulas: ShapeFormulas | None = None
+        self._kept: dict[str, Any] = {}
+        self._originals: dict[int, Any] = {}
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, LayerConfig) and self.key == other.key)
@@ -104,7 +107,8 @@ class LayerConfig:
     def _given(self) -> dict[str, Any]:
         """The arguments that are not the class's own default: those need no pickling."""
         defaults = {n: p.default for n, p in constructor_parameters(self.cls).items()}
-        return {k: v for k, v in self.config.items() if v is not defaults.get(k, UnhashableError)}
+        given = {k for k, v in self.config.items() if v is not defaults.get(k, UnhashableError)}
+        return {k: self._kept.get(k, v) for k, v in self.config.items() if k in given}
 
     def __reduce__(self) -> tuple[Any, ...]:
         given = self._given()
@@ -129,12 +133,20 @@ class LayerConfig:
             self.left_out,
         )
 
+    def keep(self) -> None:
+        """Keep the arguments as they are now, whatever becomes of them: the constructor is read again for the sizes."""
+        known: dict[int, tuple[Any, Any]] = {}
+        made = {name: copied(value, known) for name, value in self.config.items()}
+        self._kept = {name: value for name, value in made.items() if value is not self.config[name]}
+        self._originals = {id(twin): value for value, twin in known.values()}
+
     # ------------------------------------------------------------ sizes
 
     @property
     def arguments(self) -> dict[str, Any]:
         """What the class's constructor gets of what was given."""
-        return {k: v for k, v in self.config.items() if k not in self.options and k not in self.unknown}
+        config = self.config | self._kept
+        return {k: v for k, v in config.items() if k not in self.options and k not in self.unknown}
 
     def default_of(self, name: str) -> Any:
         """Return what an argument is that was left out; one behind ``**kwargs`` is what a base class has for it."""
@@ -190,7 +202,8 @@ class LayerConfig:
         counter = jax.ShapeDtypeStruct((), jnp.uint32)
         streams = {n: (jax.ShapeDtypeStruct((), dtype), counter, tag) for n, dtype, tag in self.streams}
         prepared = [(v, dict if p is None else functools.partial(_stand_ins, probe=p)) for v, p in readings]
-        return abstract_module.trace(self.cls, self.arguments, prepared, modules, streams, self.rngs_name)
+        rest = (streams, self.rngs_name, self._originals)
+        return abstract_module.trace(self.cls, self.arguments, prepared, modules, *rest)
 
     @property
     def formulas(self) -> ShapeFormulas:
@@ -252,7 +265,8 @@ class LayerConfig:
         """This spec, and where the structure of what is unknown was guessed, those with another that reads."""
         yield self
         for guess in self.guesses:
-            other = LayerConfig(self.name, self.cls, self.config, guess, self.options, self.streams, self.rngs_name)
+            config = self.config | self._kept
+            other = LayerConfig(self.name, self.cls, config, guess, self.options, self.streams, self.rngs_name)
             try:
                 _ = other.formulas
             except REFUSALS:

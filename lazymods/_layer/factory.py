@@ -30,7 +30,7 @@ from lazymods._errors import (
 )
 from lazymods._graph import STATE
 from lazymods._initial import draws
-from lazymods._layer import first_call, sizing, wrong_arguments
+from lazymods._layer import contexts, first_call, sizing, wrong_arguments
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.arguments import Ignored, UnhashableError, constructor_parameters, exact, freeze, variadic
 from lazymods._layer.building import LayerBuilder, LazyState
@@ -124,7 +124,7 @@ def make(plan: LazyClassSpec, *, name: str, module: str, doc: str | None = None)
     def initialize_parameters(self: Any, *args: Any, **kwargs: Any) -> AbstractModule:
         """Infer the sizes from the arguments of the first call and initialize every parameter."""
         if not first_call.LOCAL.initializing and first_call.LOCAL.session is None:  # called by hand
-            first_call.is_carried(self)  # or refused, where the parameters would be lost
+            contexts.is_carried(self)  # or refused, where the parameters would be lost
         return sizing.initialize_parameters(self, plan, args, kwargs)
 
     __init__.__signature__ = signature  # type: ignore[attr-defined]
@@ -302,7 +302,9 @@ def _layer_builder(
         )
 
     spec, formulas = _first_that_reads(plan, specify, structures, modules)
-    return LayerBuilder(spec, formulas, placeholder_shapes(spec, formulas, modules)), modules
+    shapes = placeholder_shapes(spec, formulas, modules)
+    spec.keep()
+    return LayerBuilder(spec, formulas, shapes), modules
 
 
 def _configured(plan: LazyClassSpec, arguments: Mapping[str, Any], given: set[str]) -> dict[str, Any]:

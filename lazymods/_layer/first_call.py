@@ -1,10 +1,9 @@
 """The first call of a lazy layer, in whatever context it happens.
 
-Where a layer was born decides. Born in plain Python (and perhaps closed over by a transform): it is sized,
-initialized and finished at once. Born inside a trace as the copy that an nnx transform made of an object
-outside: it is filled and keeps its class, so that the transform finds the node that it expects; the object
-outside finishes when the copy's changes are carried to it. Born inside a trace in any other way, as an argument
-of ``jax.jit`` or by ``nnx.merge``: its parameters would be lost, so the call is refused.
+Where a layer was born decides (see :mod:`lazymods._layer.contexts`). Born in plain Python (and perhaps closed over by a
+transform): it is sized, initialized and finished at once. Born inside a trace as the copy that an nnx transform made of
+an object outside: it is filled and keeps its class, so that the transform finds the node that it expects; the object
+outside finishes when the copy's changes are carried to it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import dataclasses
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,10 +31,8 @@ from lazymods._errors import (
 from lazymods._graph import LOCAL, STATE
 from lazymods._layer import lifecycle
 from lazymods._layer.abstract_module import AbstractModule
-from lazymods._layer.placeholder import UninitializedVariable
+from lazymods._layer.contexts import empty_slots, is_carried
 from lazymods._snapshot import Snapshot
-
-_LOOPS = {"scan", "while_loop", "while_loop_body", "fori_loop", "fori_loop_body"}
 
 
 def first_call(layer: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,16 +203,6 @@ def finish(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_cl
         lifecycle.settle(layer, abstract, keep_class=keep_class)
 
 
-def empty_slots(layer: Any) -> list[_graph.Entry]:
-    """The placeholders of a layer, without those of lazy layers inside it."""
-    inside = [path for path, node in _graph.nodes(layer) if path and _graph.is_lazy_node(node)]
-    return [
-        e
-        for e in _graph.entries(layer)
-        if isinstance(e.value, UninitializedVariable) and not any(e.path[: len(p)] == p for p in inside)
-    ]
-
-
 def _left_empty(layer: Any, left: list[str]) -> Problem:
     return Problem(
         where=_graph.place(layer, type(layer).__name__),
@@ -239,97 +226,3 @@ def as_specs(tree: Any) -> Any:
 
 def _as_spec(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, (jax.Array, np.ndarray)) else x
-
-
-# ---------------------------------------------------------------- contexts
-
-
-def is_carried(layer: Any) -> bool:
-    """Whether an nnx transform carries the layer's changes to an object outside.
-
-    Raises:
-        UninitializedError: If the layer is a copy whose parameters, or their gradients, would be lost.
-    """
-    if LOCAL.stage is not None and LOCAL.stage.owns(layer):
-        return False  # it is initialized where its original is
-    tags = _compat.carrying_transforms(layer)
-    outside = _compat.outermost(layer) if tags else layer
-    birth = _compat.birth_trace(outside)
-    if not tags and (birth is None or birth is _compat.eval_trace()):
-        return False
-    if not empty_slots(layer):  # filled by hand or by nnx.merge with values: nothing will be made
-        return bool(tags)
-    if tags:
-        _check_transforms(layer, tags, "its first call", _WRITE)
-    if tags and LOCAL.stage is not None and LOCAL.stage.owns(outside):
-        return True
-    if birth is None or birth is _compat.eval_trace() or vars(outside)[STATE].built_in(birth):
-        return bool(tags)
-    return _refuse(
-        outside,
-        f"its first call on a copy of it that was made inside {_compat.transform_of(birth)}",
-        "parameters that outlive the call: those made here would be lost",
-        write=f"{_WRITE}; {_SHAPES}",
-    )
-
-
-def load_is_carried(layer: Any) -> bool:
-    """Whether an nnx transform carries what a load makes of a lazy layer to an object outside.
-
-    Raises:
-        UninitializedError: If the transform has it as an argument, and cannot carry new parameters out.
-    """
-    if LOCAL.stage is not None and LOCAL.stage.owns(layer):
-        return False
-    tags = _compat.carrying_transforms(layer)
-    if tags:
-        _check_transforms(layer, tags, "a load of it", "lm.load(model, source)  # before, outside of the transform")
-    return bool(tags)
-
-
-def _check_transforms(layer: Any, all_tags: list[Any], what: str, write: str) -> None:
-    """Refuse what gives a layer its parameters as an argument of a transform that cannot carry new ones out."""
-    tags = {tag for tag in all_tags if isinstance(tag, str)}
-    fixed = _compat.fixed_structure(layer)
-    if fixed is not None:
-        needed = "the same structure before and after: such a transform cannot carry new parameters out"
-        _refuse(layer, f"{what} inside {fixed}, of which it is an argument", needed, write=write)
-    if "grad" in tags:
-        got = f"{what} inside nnx.grad (or nnx.value_and_grad), of which it is an argument"
-        _refuse(layer, got, "parameters to differentiate with respect to: none exist yet", write=write)
-    if tags & {"cond", "switch"}:
-        got = f"{what} inside nnx.cond (or nnx.switch), of which it is an argument"
-        _refuse(layer, got, "the same parameters after every branch, whether it calls the layer or not", write=write)
-    if tags & _LOOPS and not _is_one_of_a_stack(layer):
-        got = f"{what} inside an NNX loop (nnx.scan, nnx.while_loop, nnx.fori_loop)"
-        _refuse(layer, got, "the same parameters before and after every step of the loop", write=write)
-    if tags & {"vmap", "pmap"} and _has_static_keys(layer) and _compat.mapping_axes(layer):
-        got = f"{what} inside nnx.vmap (or nnx.pmap), which maps over its parameters"
-        needed = "parameters that have the mapped axis: the model was built outside, with one set of random keys"
-        write = "nnx.vmap(f, in_axes=(None, 0))  # or build the model under nnx.vmap too, with nnx.split_rngs"
-        _refuse(layer, got, needed, write=write)
-
-
-def _has_static_keys(layer: Any) -> bool:
-    return all(v.pending.is_static for v in _graph.variables(layer) if isinstance(v, UninitializedVariable))
-
-
-def _is_one_of_a_stack(layer: Any) -> bool:
-    """Whether a loop takes one after the other of the layers that are stacked outside of it."""
-    return any(_axes_of_stacks(other) > _axes_of_stacks(layer) for other in _compat.incarnations(layer))
-
-
-def _axes_of_stacks(layer: Any) -> int:
-    pendings = [v.pending for v in _graph.variables(layer) if isinstance(v, UninitializedVariable)]
-    return max((len(p.stacking.sizes) for p in pendings), default=0)
-
-
-_WRITE = "lm.materialize(model, x)  # before the transform"
-_SHAPES = "for output shapes alone, lm.infer_shapes(model, x)"
-
-
-def _refuse(layer: Any, got: str, needed: str, *, write: str = _WRITE) -> NoReturn:
-    names = _graph.uninitialized_paths(layer)
-    parameters = f" ({', '.join(names)})" if names else ""
-    where = _graph.place(layer, f"{type(layer).__name__}{parameters}")
-    raise UninitializedError(Problem(where, got, needed, write))

@@ -35,6 +35,7 @@ from lazymods._errors import (
 from lazymods._initial import draws, placement
 from lazymods._initial.pending import InitSource, PartialShape, PendingInit
 from lazymods._initial.stacking import Shape
+from lazymods._layer import contexts
 from lazymods._layer.asked import SIZE_LINE, line_for_caller, line_for_holder, plain_holder
 from lazymods._refusals import wrong_argument
 
@@ -153,8 +154,11 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
 
         Raises:
             ShapeInferenceError: If the shape is not whole or contradicts a known axis or the value's shape.
+            UninitializedError: If it is an argument of a transform that would lose the parameter, or its gradient.
         """
         full = self.check_shape(shape)
+        if not _graph.LOCAL.initializing and _graph.LOCAL.session is None:
+            contexts.check_by_hand(self, drawn=value is None)
         if value is not None and len(full) != len(shape):  # each of the layers gets that of one
             value = self.pending.stacking.repeat(jnp.asarray(value))
         if value is None:
@@ -187,14 +191,9 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
                 full, known = (stacking.whole(full), known) if fits(one, full) else (full, one)
             if fits(known, full) and stacking.part(full) is not None:
                 return full
-        raise ShapeInferenceError(
-            Problem(
-                where=self.whereabouts(),
-                got=f"shape {tuple(shape)}",
-                needed="whole sizes" if known is None else f"shape {show_shape(known)}, whose known axes are fixed",
-                write="parameter.materialize(shape)  # with sizes that agree",
-            )
-        )
+        needed = "whole sizes" if known is None else f"shape {show_shape(known)}, whose known axes are fixed"
+        write = "parameter.materialize(shape)  # with sizes that agree"
+        raise ShapeInferenceError(Problem(self.whereabouts(), f"shape {tuple(shape)}", needed, write))
 
     def _initial_value(self, shape: Shape) -> Any:
         if not _graph.LOCAL.session:
@@ -228,6 +227,8 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
 
     def _given_value(self, shape: Shape, value: Any) -> Any:
         array = strongly_typed(jnp.asarray(value, self.pending.dtype))
+        if _compat.is_tracer(array):
+            super().set_raw_value(self.pending)  # refused by Flax where another trace would leave its value behind
         if array.shape != shape:
             raise ShapeInferenceError(
                 Problem(
@@ -344,11 +345,9 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
 
     def whereabouts(self) -> str:
         """Name the parameter: ``fc1.kernel (UninitializedParameter of LazyLinear)``."""
-        return _graph.place(self, self._kind(), self.pending.label)
-
-    def _kind(self) -> str:
         owner = self.pending.source.owner()
-        return f"{type(self).__name__} of {owner}" if owner else type(self).__name__
+        kind = f"{type(self).__name__} of {owner}" if owner else type(self).__name__
+        return _graph.place(self, kind, self.pending.label)
 
     def _problem(self, wanted: str, write: str = SIZE_LINE) -> Problem:
         known = "" if self.pending.shape is None else f" of shape {show_shape(self.pending.shape)}"
@@ -368,25 +367,22 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
     def __repr__(self) -> str:
         """Show what is known: ``UninitializedParameter(shape=(?, 10), dtype=float32)``."""
         shape = "?" if self.pending.shape is None else show_shape(self.pending.shape)
-        extra = "".join(f", {k}={v!r}" for k, v in self._user_metadata().items())
+        extra = "".join(f", {k}={v!r}" for k, v in self.get_metadata(exclude_required=True).items())
         return f"{type(self).__name__}(shape={shape}, dtype={self.dtype}{extra})"
-
-    def _user_metadata(self) -> dict[str, Any]:
-        return self.get_metadata(exclude_required=True)
 
     def __nnx_repr__(self) -> Generator[Any, None, None]:
         """Show what is known inside the repr of a module."""
         yield reprlib.Object(type=type(self).__name__, same_line=True)
         yield reprlib.Attr("shape", _Bare("?" if self.pending.shape is None else show_shape(self.pending.shape)))
         yield reprlib.Attr("dtype", _Bare(str(self.dtype)))
-        for name, value in self._user_metadata().items():
+        for name, value in self.get_metadata(exclude_required=True).items():
             yield reprlib.Attr(name, value)
 
     def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
         """Show what is known in a notebook."""
         from flax.nnx import visualization
 
-        attributes = {"shape": self.pending.shape, "dtype": self.dtype, **self._user_metadata()}
+        attributes = {"shape": self.pending.shape, "dtype": self.dtype, **self.get_metadata(exclude_required=True)}
         return visualization.render_object_constructor(
             object_type=type(self), attributes=attributes, path=path, subtree_renderer=subtree_renderer
         )

@@ -19,7 +19,7 @@ from lazymods._errors import LazyError, Problem
 from lazymods._graph import LOCAL, TOGETHER, Path, kind_of
 from lazymods._initial import shards
 from lazymods._layer import blocks as _blocks
-from lazymods._layer import first_call, lifecycle, stacked_values
+from lazymods._layer import contexts, lifecycle, stacked_values
 from lazymods._layer.merging import put
 from lazymods._snapshot import Snapshot
 
@@ -87,7 +87,7 @@ class Apart:
                 shared = [_graph.at(whole, path) for path in stack.shared]
                 joined, _ = _blocks.join(blocks, shared, places, used_up=used_up)
                 _keep_whole(whole, joined)
-                _blocks.become(whole, joined, first_call.load_is_carried)
+                _blocks.become(whole, joined, contexts.load_is_carried)
         self._known.clear()
 
     def restore(self) -> None:

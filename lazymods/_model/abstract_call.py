@@ -34,7 +34,7 @@ from lazymods._errors import (
 from lazymods._graph import HOOKS, STATE, Path, dotted
 from lazymods._initial.keys import is_key
 from lazymods._initial.pending import InitSource, PendingInit
-from lazymods._layer import first_call, lifecycle, structure
+from lazymods._layer import contexts, first_call, lifecycle, structure
 from lazymods._layer.asked import SIZE_LINE
 from lazymods._model import hooks
 from lazymods._model.call_arguments import CallArguments
@@ -307,7 +307,7 @@ class AbstractCall:
             self._compare(layer, self.visits[index], args, kwargs)
         elif birth is not self._root():
             self._early[index] = (args, kwargs)
-            if first_call.empty_slots(layer):
+            if contexts.empty_slots(layer):
                 self._fill(layer, args, kwargs)  # the copy that the transform made
         else:
             self.visits[index] = visit = LayerCall(self.lazy[index][1], args, kwargs)
@@ -408,7 +408,7 @@ def _finish(copies: list[Any]) -> None:
             del vars(node)[HOOKS]
             _compat.set_class(node, hooks.unhooked_class(type(node)))
     for _, node in _graph.lazy_nodes(copies):
-        if not first_call.empty_slots(node):
+        if not contexts.empty_slots(node):
             lifecycle.settle(node, None)
 
 

@@ -20,7 +20,7 @@ from lazymods._graph import STATE, Path, dotted
 from lazymods._initial.keys import is_key
 from lazymods._initial.pending import PendingInit
 from lazymods._initial.placement import places_of
-from lazymods._layer import first_call, lifecycle, param_dtypes
+from lazymods._layer import contexts, first_call, lifecycle, param_dtypes
 from lazymods._layer.drawing import note_draws
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedVariable
@@ -282,7 +282,7 @@ def _finish(session: AbstractCall, drawing: lifecycle.PendingValues) -> bool:
 
 def _finish_layer(visit: LayerCall, path: str) -> None:
     try:
-        first_call.finish(visit.layer, visit.args, visit.kwargs, keep_class=first_call.is_carried(visit.layer))
+        first_call.finish(visit.layer, visit.args, visit.kwargs, keep_class=contexts.is_carried(visit.layer))
     except LazyError as error:
         where = located(path, type(visit.layer).__name__)
         raise relocate(error, lambda p: p.where if path in p.where else where) from error

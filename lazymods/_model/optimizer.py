@@ -16,7 +16,7 @@ from flax.nnx.training.optimizer import OptState
 from lazymods import _compat, _graph
 from lazymods._errors import PendingAttributeError, Problem, UninitializedError
 from lazymods._graph import STATE
-from lazymods._layer import first_call, lifecycle
+from lazymods._layer import contexts, lifecycle
 from lazymods._layer.building import LazyState
 from lazymods._model.planning import place_state
 
@@ -102,7 +102,7 @@ class LazyOptimizer(nnx.Optimizer[Any]):
             )
         if _graph.LOCAL.updated is not None:
             _graph.LOCAL.updated.append((self, model))
-        keep_class = first_call.is_carried(self)
+        keep_class = contexts.is_carried(self)
         with _compat.at_trace(_compat.home_trace(self)):
             made = nnx.Optimizer(model, self.tx, wrt=self.wrt)
             made.opt_state = jax.tree.map(_as_input, made.opt_state)
@@ -174,7 +174,7 @@ def _make_sized(model: Any, wrt: Any) -> set[int]:
         own = {id(v) for v in _graph.variables(layer) if _graph.is_placeholder(v)}
         if spec is None or spec.size_names or spec.modules or not own & chosen:
             continue
-        if _graph.LOCAL.session is None and first_call.is_carried(layer):
+        if _graph.LOCAL.session is None and contexts.is_carried(layer):
             continue
         found.append((layer, spec))
         made |= own

@@ -20,7 +20,7 @@ from lazymods import _compat, _graph
 from lazymods._compat import jit as _compat_jit
 from lazymods._compat import subclasses as _compat_subclasses
 from lazymods._compat import tracing as _compat_tracing
-from lazymods._layer import first_call, lifecycle
+from lazymods._layer import contexts, first_call, lifecycle
 from lazymods._objects.copies import Copies
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import Reads, TracedState, held_by, put_item, with_inputs
@@ -100,7 +100,7 @@ class TraceStage:
         try:
             with _compat.at_trace(_compat.eval_trace()), lifecycle.LOCK:
                 if _graph.is_lazy_node(original):
-                    first_call.finish(original, args, kwargs, keep_class=first_call.is_carried(original))
+                    first_call.finish(original, args, kwargs, keep_class=contexts.is_carried(original))
         finally:
             _graph.LOCAL.stage = self
         with _compat.at_trace(self._trace):

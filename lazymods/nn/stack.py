@@ -13,7 +13,7 @@ from lazymods._errors import Problem
 from lazymods._frames import entry
 from lazymods._graph import LOCAL, TOGETHER
 from lazymods._layer import blocks as _blocks
-from lazymods._layer import first_call, lifecycle, ties
+from lazymods._layer import contexts, first_call, lifecycle, ties
 from lazymods._refusals import ArgumentError
 from lazymods._snapshot import Snapshot
 from lazymods.nn._scan import BlockCall
@@ -183,7 +183,7 @@ class Stack(nnx.Module):
         with _compat.at_trace(_compat.home_trace(self)):
             kept = [_graph.at(self.blocks_as_one, path) for path in self.shared]
             whole, shared = _blocks.join(blocks, kept, _blocks.places_of(self.blocks_as_one), outside=outside)
-        _blocks.become(self.blocks_as_one, whole, first_call.load_is_carried, shared)
+        _blocks.become(self.blocks_as_one, whole, contexts.load_is_carried, shared)
         self.shared = shared
 
 

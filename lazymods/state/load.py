@@ -24,7 +24,7 @@ from lazymods._errors import (
 from lazymods._graph import LOCAL, MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
 from lazymods._initial import placement
 from lazymods._initial.shards import put as put_on_mesh
-from lazymods._layer import first_call, held, lifecycle, param_dtypes, stacks, structure
+from lazymods._layer import contexts, held, lifecycle, param_dtypes, stacks, structure
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
 from lazymods._layer.drawing import note_draws
@@ -311,7 +311,9 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
     keys = {id(n): structure.built_with(n) for _, n, _ in waiting}  # the placeholders have them until they are filled
     written = {id(write.place.owner) for write in plan.writes.values()}
     partly = {id(n) for _, n, _ in waiting if any(id(e.value) in written for e in _graph.entries(n))}
-    carried = {id(n) for _, n in plan.lazy if id(n) in sized | partly and first_call.load_is_carried(n)}
+    carried = {id(n) for _, n in plan.lazy if id(n) in sized | partly and contexts.load_is_carried(n)}
+    for owner in [write.place.owner for write in plan.writes.values() if write.place.lazy]:
+        contexts.load_is_carried(owner)
     for layer, abstract in plan.sized:
         note_draws(layer, abstract, roots=plan.model, strict=plan.keeps_random_values)
     for layer, abstract in plan.sized:

@@ -23,50 +23,53 @@ from lazymods.state.flow import ArrayRule, Entry
 
 
 @dataclasses.dataclass(frozen=True)
+class _Beside:
+    """What is beside the modules of a state, and goes by another name in it than in the file."""
+
+    modules: tuple[str, ...]
+    names: frozenset[str]
+
+    def __call__(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Choose among the entries of a file; one whose name the state has is what it is, whatever others are."""
+        return [e for e in entries if not e.name.startswith(self.modules) and e.name not in self.names]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Together(Stack):
     """What an optimizer has for the blocks of a list, as it has it for a stack."""
 
-    modules: tuple[str, ...] = ()
-    known: Collection[str] = dataclasses.field(default=(), repr=False, compare=False)
+    beside: _Beside = _Beside((), frozenset())
 
     def find(self, entries: Sequence[Entry]) -> Found:
-        """Find what is beside the modules, and has no place as it is."""
-        return super().find(_beside(entries, self.modules, self.known))
+        """Find what is beside the modules."""
+        return super().find(self.beside(entries))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Apart(Unstack):
     """What an optimizer has for the blocks of a stack, as it has it for a list."""
 
-    modules: tuple[str, ...] = ()
+    beside: _Beside = _Beside((), frozenset())
     count: int = 0
-    known: Collection[str] = dataclasses.field(default=(), repr=False, compare=False)
 
     def find(self, entries: Sequence[Entry]) -> Found:
-        """Find what is beside the modules, has no place as it is, and has as many layers as the list has."""
-        rest = _beside(entries, self.modules, self.known)
-        return super().find([e for e in rest if e.tensor.shape[:1] == (self.count,)])
-
-
-def _beside(entries: Sequence[Entry], modules: tuple[str, ...], known: Collection[str]) -> list[Entry]:
-    return [e for e in entries if e.name not in known and not e.name.startswith(modules)]
+        """Find what is beside the modules, and has as many layers as the list has."""
+        return super().find([e for e in self.beside(entries) if e.tensor.shape[:1] == (self.count,)])
 
 
 def rules_for(survey: Survey) -> list[ArrayRule]:
     """Return the rules for a training state; on the entries of a file of the same kind they do nothing."""
     inside = list(_in_modules(survey))
-    modules = tuple({prefix_of(root) for root, _, _ in inside})
+    beside = _Beside(tuple({prefix_of(root) for root, _, _ in inside}), frozenset(survey.places))
     stacks = [p for _, p, node in inside if TOGETHER in vars(node)]
     lists = [(p, node) for _, p, node in inside if isinstance(node, nnx.List)]
     names = {dotted(p) for _, p, _ in inside}
-    known = survey.places.keys()
     rules: list[ArrayRule] = []
     for path in sorted(stacks, key=len, reverse=True):  # inner ones first
-        rules.append(_Together(rf"{_after(dotted(path), names)}(\d+)[.]", into="", modules=modules, known=known))
+        rules.append(_Together(rf"{_after(dotted(path), names)}(\d+)[.]", into="", beside=beside))
     for path, node in sorted(lists, key=lambda found: len(found[0])):
         count = sum(key.isdecimal() for key in _graph.attributes(node))
-        pattern = rf"{_after(dotted(path), names)}(?!\d)"
-        rules.append(_Apart(pattern, into="{i}.", modules=modules, count=count, known=known))
+        rules.append(_Apart(rf"{_after(dotted(path), names)}(?!\d)", into="{i}.", beside=beside, count=count))
     return rules
 
 

@@ -1,6 +1,10 @@
 """Layers that are configured alike are configured once; nothing of that shows in any of them."""
 
+import copy
+import dataclasses
 import gc
+import pickle
+import types
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +92,102 @@ def test_an_argument_that_changes_in_place_is_read_anew() -> None:
     assert third.sizes == [1, 2, 3]
     first.sizes.append(4)
     assert second.sizes == [1, 2]
+
+
+class Config:
+    """Ordinary settings: equal to themselves alone."""
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+
+@dataclasses.dataclass
+class Settings:
+    """Settings that can be changed."""
+
+    width: int
+    start: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """Settings that take 1 for True, and of which two notes are one."""
+
+    width: int
+    start: Any
+    note: str = dataclasses.field(default="", compare=False)
+
+
+class Configured(nnx.Module):
+    """All that it is follows from its settings."""
+
+    def __init__(self, n: int, config: Any, *, rngs: nnx.Rngs) -> None:
+        config = config[0] if isinstance(config, tuple) else config
+        self.config = nnx.static(config)
+        given = config if isinstance(config, dict) else vars(config)
+        self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (n, given["width"])))
+        self.start = nnx.Variable(jnp.full((n,), given["start"]))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.kernel[...]
+
+
+LazyConfigured = lm.lazy(Configured, infer=lambda config, x: {"n": x.shape[-1]})
+CHANGING: dict[str, Any] = {"object": Config, "dataclass": Settings, "dict": dict, "namespace": types.SimpleNamespace}
+
+
+def change(config: Any, **given: Any) -> None:
+    (config if isinstance(config, dict) else vars(config)).update(given)
+
+
+@pytest.mark.parametrize("wrap", [lambda c: c, lambda c: (c,)], ids=["", "in a tuple"])
+@pytest.mark.parametrize("make", CHANGING.values(), ids=CHANGING)
+def test_settings_that_change_are_those_of_the_moment(make: Any, wrap: Any) -> None:
+    """A sweep over one object of settings: each layer is what the explicit one is that is made beside it."""
+    config = make(width=4, start=0.0)
+    layers, wants = [], []
+    for width, start in ((4, 0.5), (7, 1), (9, True)):
+        change(config, width=width, start=start)
+        layers.append(LazyConfigured(config=wrap(config), rngs=nnx.Rngs(0)))
+        wants.append(Configured(6, wrap(config), rngs=nnx.Rngs(0)))
+        layers.append(copy.deepcopy(layers[-1]))
+        layers.append(pickle.loads(pickle.dumps(layers[-1])))
+        wants += wants[-1:] * 2
+    change(config, width=11, start=2.0)
+    for layer, want in zip(layers, wants, strict=True):
+        layer(X)
+        assert_same_bits(layer.kernel.get_value(), want.kernel.get_value())
+        assert_same_bits(layer.start.get_value(), want.start.get_value())
+
+
+def test_an_array_that_changes_is_that_of_the_moment() -> None:
+    class Shifted(nnx.Module):
+        def __init__(self, n: int, shift: Any, *, rngs: nnx.Rngs) -> None:
+            self.fc = nnx.Linear(n, 3, rngs=rngs)
+            self.shift = nnx.Variable(jnp.asarray(shift))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.fc(x) + self.shift[...]
+
+    shift = np.ones((1, 3), np.float32)
+    layer = lm.lazy(Shifted, infer=lambda config, x: {"n": x.shape[-1]})(shift=shift, rngs=nnx.Rngs(0))
+    shift[...] = 5
+    layer(X)
+    assert_same_bits(layer.shift.get_value(), jnp.ones((1, 3)))
+
+
+def test_equal_settings_of_other_types_are_others() -> None:
+    for _ in range(2):
+        for start in (1, True, 1.0, 0.0, -0.0):
+            given = Frozen(4, start), frozenset({start})
+            layer = LazyConfigured(config=given[0], rngs=nnx.Rngs(0))
+            layer(X)
+            assert_same_model(layer, Configured(6, given[0], rngs=nnx.Rngs(0)))
+            counted = LazyCounted(scale=given[1], rngs=nnx.Rngs(0))
+            counted(X)
+            assert repr(counted.scale) == repr(given[1])
+    for note in ("one", "two"):
+        assert LazyConfigured(config=Frozen(4, 1.0, note), rngs=nnx.Rngs(0)).config.note == note
 
 
 def test_bound_methods_and_fresh_functions() -> None:

@@ -291,26 +291,6 @@ def test_what_was_refused_works_once_materialized(context: Callable[[Any, jax.Ar
     close(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
-def by_hand(layer: Any, x: jax.Array) -> Any:
-    layer.initialize_parameters(x)
-    return layer(x).sum()
-
-
-@pytest.mark.parametrize("transform", [nnx.grad, nnx.value_and_grad, lm.autograd.grad, lambda f: nnx.jit(nnx.grad(f))])
-def test_parameters_made_by_hand_are_not_lost_either(transform: Callable[[Any], Any]) -> None:
-    layer: Any = lm.LazyLinear(4, rngs=nnx.Rngs(0))
-    with pytest.raises(lm.UninitializedError, match="LazyLinear"):
-        transform(by_hand)(layer, X)
-    assert lm.uninitialized_paths(layer) == ["kernel", "bias"]
-    assert by_hand(layer, X) == nnx.Linear(8, 4, rngs=nnx.Rngs(0))(X).sum()
-
-
-def test_parameters_made_by_hand_in_a_jit_are_carried_out() -> None:
-    layer: Any = lm.LazyLinear(4, rngs=nnx.Rngs(0))
-    nnx.jit(by_hand)(layer, X)
-    np.testing.assert_array_equal(layer.kernel[...], nnx.Linear(8, 4, rngs=nnx.Rngs(0)).kernel[...])
-
-
 def test_nnx_eval_shape_of_a_call() -> None:
     lazy = lazy_mlp()
     try:

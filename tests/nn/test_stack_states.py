@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -71,3 +72,30 @@ def test_what_an_optimizer_has_of_another_shape_for_a_stack_is_refused(tmp_path:
         lm.load(state, tmp_path / "state.safetensors")
     for key, value in lm.state_dict(state).items():
         np.testing.assert_array_equal(value, before[key])
+
+
+def pair_of(forms: tuple[str, str], seed: int) -> dict[str, Any]:
+    """Two models with blocks of one name and number, each with an optimizer: a generator and a critic, say."""
+    state: dict[str, Any] = {}
+    for i, form in enumerate(forms):
+        state |= {f"{key}_{i}": value for key, value in state_of(form, optax.sgd(1e-2, momentum=0.9), seed + i).items()}
+    return state
+
+
+PAIRS = list(itertools.product(("list", "ready"), repeat=2))
+
+
+@pytest.mark.parametrize("new", PAIRS)
+@pytest.mark.parametrize("old", PAIRS)
+def test_the_form_of_one_model_says_nothing_of_another(tmp_path: Any, old: Any, new: Any) -> None:
+    want, got = pair_of(old, 0), pair_of(new, 2)
+
+    def steps(state: dict[str, Any]) -> list[jax.Array]:
+        return [step({"model": state[f"model_{i}"], "optimizer": state[f"optimizer_{i}"]}) for i in range(2)]
+
+    steps(want)
+    lm.save(want, tmp_path / "state.safetensors")
+    result = lm.load(got, tmp_path / "state.safetensors")
+    assert not result.missing and not result.unexpected
+    for _ in range(2):
+        np.testing.assert_allclose(steps(got), steps(want), rtol=1e-4)
