@@ -190,7 +190,7 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         raise ShapeInferenceError(
             Problem(
                 where=self.whereabouts(),
-                got=f"shape {tuple(shape)}",
+                got=f"shape {shape!r}" if isinstance(shape, (int, str, tuple, list)) else describe(shape),
                 needed="whole sizes" if known is None else f"shape {show_shape(known)}, whose known axes are fixed",
                 write="parameter.materialize(shape)  # with sizes that agree",
             )

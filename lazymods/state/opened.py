@@ -13,6 +13,7 @@ from lazymods._errors import Problem, describe
 from lazymods._frames import entry
 from lazymods._refusals import ArgumentError
 from lazymods.state.files.opening import held, open_checkpoint
+from lazymods.state.files.paths import check_path
 from lazymods.state.files.stored import Array, Checkpoint, StoredTensor, printable, refuse
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ class OpenCheckpoint(Mapping[str, Array]):
     """
 
     def __init__(self, path: str | os.PathLike[str], variant: str | None = None) -> None:
+        check_path(path)
         self._stack = contextlib.ExitStack()
         self._is_same = self._stack.enter_context(held(path))
         self._is_closed = False
@@ -144,7 +146,7 @@ def open(path: str | os.PathLike[str], *, variant: str | None = None) -> OpenChe
 
     Raises:
         CheckpointError: If the file is not what it claims to be.
-        FileNotFoundError: If there is no such file.
+        MissingFileError: If there is no such file.
 
     Example:
         >>> import tempfile, lazymods as lm
