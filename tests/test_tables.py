@@ -63,6 +63,38 @@ def test_what_belongs_together_begins_in_one_line() -> None:
     assert table.text(10).splitlines() == ["a      b  c", "one    1  x y", "two", "three  2"]
 
 
+def test_names_are_folded_after_underscores_where_there_is_no_other_way() -> None:
+    rows = [("a.name_of_words", "kernel (16, 4, 4) float32")]
+    table = Table(("a", "b"), rows, folded=(("a", 8), ("b", 18), ("a", 6)))
+    assert table.text(30).splitlines() == [
+        "a           b",
+        "a.name_of_  kernel (16, 4, 4)",
+        "words       float32",
+    ]
+
+
+class Deep(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        layer = lm.LazyMultiHeadAttention(4, decode=False, rngs=rngs)
+        self.decoder = nnx.Dict(transformer_layers=nnx.List([nnx.Dict(self_attention_of_the_decoder=layer)]))
+        self.spectral = lm.LazySpectralNorm(lm.LazyLinear(8, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.spectral(self.decoder["transformer_layers"][0]["self_attention_of_the_decoder"](x))
+
+
+def test_long_paths_and_many_parameters_fit_in_100_columns() -> None:
+    text = str(lm.infer_shapes(Deep(), spec(2, 12, 16)))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "out_sharding" not in text  # Flax's own None, which says nothing
+
+
+def test_a_model_that_was_not_run_has_no_column_of_inputs() -> None:
+    assert lm.summary(Deep()).cells()[0] == ["path", "layer", "parameters", "count", "bytes"]
+    assert "input -> output" in lm.summary(Deep(), spec(2, 12, 16)).cells()[0]
+
+
 def shown(report: Any, **options: Any) -> str:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system="standard", **options)
     console.print(report)
