@@ -214,7 +214,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "an infer that reads values": (
         lambda: lm.lazy(nnx.Linear, infer=lambda config, x: {"in_features": int(x.sum())})(
             out_features=4, rngs=nnx.Rngs(0))(X),
-        lm.ShapeInferenceError, "an infer that reads shapes and dtypes only", "infer=lambda config, x: {",
+        lm.ShapeInferenceError, "it gets shapes and dtypes, and no values", "infer=lambda config, x: {",
     ),
     **{
         f"{name} for a model": (

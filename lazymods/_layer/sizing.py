@@ -88,7 +88,7 @@ def infer_values(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs:
         needed = f"a call from which infer can tell the sizes; it raised {type(error).__name__}: {error}"
         write = "layer(x)  # with the arguments that its forward takes"
         if "ShapeDtypeStruct" in str(error):
-            needed = f"an infer that reads shapes and dtypes only: it gets no values; it raised {error}"
+            needed += "; it gets shapes and dtypes, and no values"
             write = "infer=lambda config, x: {'in_features': x.shape[-1]}"
         if isinstance(error, NotInferableError):
             needed, write = error.needed, error.write
