@@ -20,6 +20,8 @@ from typing import Any
 WIDTH = 100  # columns, where there is no terminal
 _GAP = 2  # columns between two cells
 _TEXT = "text-align:left;padding:.15em .8em .15em 0;vertical-align:top;white-space:pre-line"
+_WHOLE = "white-space:pre;"  # lines stay whole, and those of the same thing beside each other
+_RIGHT = f"text-align:right;{_WHOLE}"
 _LINE = "border-bottom:1px solid rgba(128,128,128,.45)"
 _MARK = "border-left:3px solid #d97706;padding-left:.5em"  # seen on white and on black
 
@@ -69,7 +71,7 @@ class Table:
 
     def html(self) -> str:
         """Return HTML: colours of the page, and a bar beside marked rows."""
-        sides = ["text-align:right;" if head in self.numbers else "" for head in self.heads]
+        sides = [_RIGHT if head in self.numbers else _WHOLE if head in self.together else "" for head in self.heads]
         head = "".join(
             f'<th style="{_TEXT};{_LINE};{side}">{html.escape(name)}</th>'
             for name, side in zip(self.heads, sides, strict=True)

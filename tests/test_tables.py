@@ -1,6 +1,7 @@
 """How reports are shown: as wide as there is room, in colour where rich prints, in a notebook, in IPython."""
 
 import io
+import re
 import sys
 from typing import Any
 
@@ -139,6 +140,12 @@ def test_every_report_is_html_that_takes_the_colours_of_the_page() -> None:
         assert "<table" in page and "background:transparent" in page
         assert "color:black" not in page and "color:white" not in page
     assert reports[0]._repr_html_().count("#d97706") == 2  # the lazy layers
+
+
+def test_html_keeps_numbers_and_what_belongs_together_in_their_lines() -> None:
+    page = lm.summary(lazy_mlp(), spec(2, 8))._repr_html_()
+    whole = {head for style, head in re.findall(r'<th style="([^"]*)">([^<]+)</th>', page) if style.endswith(":pre;")}
+    assert whole == {"parameters", "count", "bytes", "FLOPs"}
 
 
 def test_ipython_shows_the_same_text() -> None:
