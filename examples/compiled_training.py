@@ -1,4 +1,4 @@
-"""A lazy network on handwritten digits, compiled by lm.jit: one trace, though it is lazy, and no call overhead."""
+"""A lazy network on handwritten digits, compiled by lm.jit: one trace, although the network is lazy."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Convolutions, batch norms, flatten, linear: the widths that one works out by hand elsewhere are nowhere written."""
+"""Convolutions, batch norms, flatten, linear: no input width is written, nor worked out by hand."""
 
 import jax
 import numpy as np

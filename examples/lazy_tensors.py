@@ -1,4 +1,4 @@
-"""Eager code at the speed of compiled code: a branch on a value, then a convolutional net trained on real digits."""
+"""Eager code, recorded and compiled: a branch on a value, then a convolutional net trained on real digits."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A kernel from outside: an operator of one's own, and a faster kernel that somebody else registers for it."""
+"""An operator of your own, and a faster kernel that another package registers for it."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A transformer of 70 billion parameters, planned for 64 devices that nobody here has: try rules until it fits."""
+"""A transformer of 70 billion parameters, planned for 64 devices without having them: try rules until it fits."""
 
 import jax
 import jax.numpy as jnp

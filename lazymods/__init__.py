@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from lazymods._errors import CheckpointError as CheckpointError
 from lazymods._errors import ConfigurationError as ConfigurationError
 from lazymods._errors import LazyError as LazyError
+from lazymods._errors import MissingFileError as MissingFileError
 from lazymods._errors import MissingNameError as MissingNameError
 from lazymods._errors import PendingAttributeError as PendingAttributeError
 from lazymods._errors import SaveError as SaveError
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from lazymods._program_cache import set_cache_size as set_cache_size
     from lazymods._refusals import ArgumentError as ArgumentError
     from lazymods.autograd.freezing import trainable as trainable
+    from lazymods.compile.constants import HiddenModelError as HiddenModelError
     from lazymods.compile.decorator import jit as jit
     from lazymods.compile.explain import Explanation as Explanation
     from lazymods.compile.explain import explain as explain
@@ -85,6 +87,7 @@ _ON_FIRST_USE = {
     "ArgumentError": "lazymods._refusals",
     "CacheInfo": "lazymods._program_cache",
     "Explanation": "lazymods.compile.explain",
+    "HiddenModelError": "lazymods.compile.constants",
     "JitFunction": "lazymods.compile.function",
     "explain": "lazymods.compile.explain",
     "jit": "lazymods.compile.decorator",

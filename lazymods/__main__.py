@@ -83,7 +83,8 @@ def _table(checkpoint: Checkpoint) -> Table:
             marked.append(len(rows))
             rows.append((printable(name), type(tensor).__name__, ""))
     rows += [(printable(alias), f"= {printable(kept)}", "") for alias, kept in checkpoint.aliases.items()]
-    return Table(("name", "array", "bytes"), rows, ("bytes",), marked=marked, totals=_total(checkpoint))
+    folded = (("name", 20), ("name", 12))
+    return Table(("name", "array", "bytes"), rows, ("bytes",), folded, marked=marked, totals=_total(checkpoint))
 
 
 def _total(checkpoint: Checkpoint) -> str:

@@ -121,6 +121,10 @@ class CheckpointError(LazyError, ValueError):
     """A checkpoint file is not what it claims to be."""
 
 
+class MissingFileError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at a path."""
+
+
 class SaveError(CheckpointError, OSError):
     """A checkpoint could not be written; what was there before still is."""
 
@@ -144,6 +148,7 @@ _PUBLIC = (
     ShapeInferenceError,
     StateDictError,
     CheckpointError,
+    MissingFileError,
     SaveError,
     ConfigurationError,
     SerializationError,
@@ -214,6 +219,8 @@ def describe(value: Any) -> str:
     raw = value.get_raw_value() if isinstance(value, nnx.Variable) else value  # a placeholder's recipe has a shape too
     known = isinstance(raw, (nnx.Pytree, type))  # nnx.Rngs answers to any name
     shape, dtype = (None, None) if known else (getattr(raw, "shape", None), getattr(raw, "dtype", None))
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     if shape is None or dtype is None:
         return _shown(value) if isinstance(value, (int, float, bool, str, type(None))) else type(value).__name__
     dims = ",".join("?" if d is None else str(d) for d in shape)

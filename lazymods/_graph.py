@@ -18,6 +18,7 @@ from jax.core import Tracer
 from lazymods import _compat
 from lazymods._errors import located
 from lazymods._initial.pending import PendingInit
+from lazymods._refusals import refuse_class
 
 STATE = _compat.own_name("state")  # the attribute that makes a layer lazy
 HOOKS = _compat.own_name("hooks")  # the attribute that holds a module's hooks
@@ -341,7 +342,11 @@ def has_uninitialized_params(model: Any) -> bool:
 
     Args:
         model: An nnx module, or any nnx object.
+
+    Raises:
+        ArgumentError: If it is a class.
     """
+    refuse_class(model)
     return any(is_placeholder(e.value) for e in entries(model))
 
 
@@ -354,10 +359,14 @@ def uninitialized_paths(model: Any) -> list[str]:
     Returns:
         The paths, ``fc1.kernel``; a parameter that is shared is listed under each of its names.
 
+    Raises:
+        ArgumentError: If it is a class.
+
     Example:
         >>> import lazymods as lm
         >>> from flax import nnx
         >>> lm.uninitialized_paths(nnx.List([lm.LazyLinear(4, rngs=nnx.Rngs(0))]))
         ['0.kernel', '0.bias']
     """
+    refuse_class(model)
     return [e.name for e in entries(model) if is_placeholder(e.value)]

@@ -94,7 +94,7 @@ def set_cache_size(size: int) -> int:
         The bound until now.
 
     Raises:
-        ArgumentError: If ``size`` is less than 1.
+        ArgumentError: If ``size`` is no whole number from 1 on.
 
     Example:
         >>> import lazymods as lm
@@ -102,7 +102,7 @@ def set_cache_size(size: int) -> int:
         >>> lm.set_cache_size(previous)
         16
     """
-    if size < 1:
+    if not isinstance(size, int) or size < 1:
         raise wrong_argument("lm.set_cache_size", size, "a cache keeps at least 1 signature", "lm.set_cache_size(64)")
     previous, Cache.size = Cache.size, size
     for cache in list(_all):

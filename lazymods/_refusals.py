@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 import io
+import sys
 import types
 from collections.abc import Callable, Iterator, MutableSet, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -36,7 +38,8 @@ def wrong_argument(where: str, got: Any, needed: str, write: str) -> ArgumentErr
         needed: What it takes.
         write: The line that mends it.
     """
-    shown = got.__name__ if isinstance(got, type) else describe(got) if hasattr(got, "shape") else repr(got)
+    is_object = isinstance(got, nnx.Pytree) or hasattr(got, "shape")
+    shown = got.__name__ if isinstance(got, type) else describe(got) if is_object else " ".join(repr(got).split())
     return ArgumentError(Problem(where, shown[:MAX_SHOWN], needed, write))
 
 
@@ -67,12 +70,13 @@ def used_up(where: str, value: Any) -> ArgumentError:
     return ArgumentError(Problem(where, _article(type(value).__name__), needed, _line(value)))
 
 
-def refuse_uncallable(where: str, value: Any) -> None:
+def refuse_uncallable(where: str, value: Any, line: str = "") -> None:
     """Refuse what is to be made a function of and is none, when it is given and not when it is called.
 
     Args:
         where: What it was given to.
         value: It.
+        line: The call as it should be; left out, ``where`` of a function.
 
     Raises:
         ArgumentError: If it can't be called.
@@ -80,7 +84,7 @@ def refuse_uncallable(where: str, value: Any) -> None:
     if not callable(value):
         got = "an array" if isinstance(value, (jax.Array, np.ndarray)) else _article(type(value).__name__)
         needed = "what can be called: a function, a method, or a module with a __call__"
-        write = "lm.jit(f)  # the function itself, and not what it returned; options by their names"
+        write = f"{line or f'{where}(f)'}  # the function itself, and not what it returned; options by their names"
         raise ArgumentError(Problem(where, got, needed, write))
 
 
@@ -127,20 +131,56 @@ def _line(value: Any) -> str:
 
 
 def refuse_no_model(model: Any, args: tuple[Any, ...]) -> None:
-    """Refuse an array in place of a model, as when model and input are swapped, and a class in place of its object.
+    """Refuse an array in place of a model, as when model and input are swapped, and anything else that is none.
 
     Args:
         model: What was given as the model.
         args: What was given after it.
 
     Raises:
-        ArgumentError: If it is an array, a spec of one, or a class of modules.
+        ArgumentError: If it is an array, a spec of one, a class of modules, or nothing that can be called.
     """
-    if isinstance(model, type) and issubclass(model, nnx.Pytree):
-        needed = "the model: an object of the class, as its constructor makes it"
-        write = f"model = {model.__name__}(..., rngs=nnx.Rngs(0))"
-        raise ArgumentError(Problem("the model", f"the class {model.__name__}", needed, write))
+    refuse_class(model)
     if isinstance(model, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         got = f"{describe(model)}{', then ' if args else ''}{', '.join(type(a).__name__ for a in args)}"
         needed = "the model first, then what it is called with"
         raise ArgumentError(Problem("the model", got, needed, "lm.materialize(model, x)"))
+    if not isinstance(model, nnx.Pytree) and not callable(model):
+        needed = "an nnx module, or a method of one"
+        got = model if isinstance(model, (str, int, type(None))) else type(model)  # not all that a dict holds
+        raise wrong_argument("the model", got, needed, "lm.materialize(model, x)")
+
+
+def refuse_class(model: Any) -> None:
+    """Refuse a class in place of a model, and a model of PyTorch.
+
+    Raises:
+        ArgumentError: If it is a class of modules, or a module of PyTorch.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(model, torch.nn.Module):
+        needed, write = "an nnx module", "lm.load(model, torch_module, layout='torch')  # model: the same in Flax NNX"
+        raise ArgumentError(Problem("the model", f"the torch module {type(model).__name__}", needed, write))
+    if isinstance(model, type) and issubclass(model, nnx.Pytree):
+        needed = "the model: an object of the class, as its constructor makes it"
+        write = f"model = {model.__name__}(..., rngs=nnx.Rngs(0))"
+        raise ArgumentError(Problem("the model", f"the class {model.__name__}", needed, write))
+
+
+def refuse_no_float(where: str, dtype: Any, needed: str = "a floating-point dtype, which the parameters get") -> None:
+    """Refuse a dtype that floating-point parameters can't be cast to.
+
+    Args:
+        where: The function, and the argument.
+        dtype: What was given.
+        needed: What it takes.
+
+    Raises:
+        ArgumentError: If it is no floating-point dtype.
+    """
+    try:
+        is_floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:
+        is_floating = False
+    if not is_floating:
+        raise wrong_argument(where, dtype, needed, "dtype=jnp.bfloat16")

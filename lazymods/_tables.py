@@ -20,6 +20,8 @@ from typing import Any
 WIDTH = 100  # columns, where there is no terminal
 _GAP = 2  # columns between two cells
 _TEXT = "text-align:left;padding:.15em .8em .15em 0;vertical-align:top;white-space:pre-line"
+_WHOLE = "white-space:pre;"  # lines stay whole, and those of the same thing beside each other
+_RIGHT = f"text-align:right;{_WHOLE}"
 _LINE = "border-bottom:1px solid rgba(128,128,128,.45)"
 _MARK = "border-left:3px solid #d97706;padding-left:.5em"  # seen on white and on black
 
@@ -32,7 +34,8 @@ class Table:
         heads: The heads of the columns.
         rows: The cells, which may have several lines.
         numbers: The heads of the columns that are aligned to the right.
-        folded: The heads of the columns that may be folded, in the order in which they are, and to what width.
+        folded: The heads of the columns that may be folded, in the order in which they are, and to what width. Where
+            one comes again, names in it may be folded after an underscore, too.
         together: The heads of the columns whose cells have a line for each of the same things.
         marked: The numbers of the rows that stand out.
         before: Lines above the table.
@@ -68,7 +71,7 @@ class Table:
 
     def html(self) -> str:
         """Return HTML: colours of the page, and a bar beside marked rows."""
-        sides = ["text-align:right;" if head in self.numbers else "" for head in self.heads]
+        sides = [_RIGHT if head in self.numbers else _WHOLE if head in self.together else "" for head in self.heads]
         head = "".join(
             f'<th style="{_TEXT};{_LINE};{side}">{html.escape(name)}</th>'
             for name, side in zip(self.heads, sides, strict=True)
@@ -99,10 +102,11 @@ class Table:
 
     def _widths(self, room: int) -> list[int]:
         widths = [max([len(head), *(_width(row[i]) for row in self.rows)]) for i, head in enumerate(self.heads)]
-        for head, least in self.folded:
+        for number, (head, least) in enumerate(self.folded):
             if head in self.heads:
                 i = list(self.heads).index(head)
-                words = (len(word) for row in self.rows for word in _pieces(row[i]))
+                again = head in [known for known, _ in self.folded[:number]]
+                words = (len(word) for row in self.rows for word in _pieces(row[i], finer=again))
                 too_wide = sum(widths) + _GAP * (len(widths) - 1) - room
                 widths[i] = min(widths[i], max(least, *words, widths[i] - max(too_wide, 0)))
         return widths
@@ -132,18 +136,24 @@ def _is_terminal() -> bool:
     return sys.stdout is not None and sys.stdout.isatty()
 
 
-def _pieces(line: str) -> list[str]:
-    """Return what a cell may be folded between: words; of one word, which may be a path, what ends with a dot."""
-    return line.split() if " " in line or "\n" in line else re.split(r"(?<=\.)", line)
+def _pieces(line: str, *, finer: bool = False) -> list[str]:
+    """Return what a cell may be folded between: words, a shape being one; of one word, what ends with a dot."""
+    if " " in line or "\n" in line:
+        return re.split(r"[ \n]+", _SHAPE.sub(_HARD, line))
+    return re.split(r"(?<=[._])" if finer else r"(?<=\.)", line)
+
+
+_SHAPE, _HARD = re.compile(r"(?<=[\d?]), (?=[\d?])"), ",\N{NO-BREAK SPACE}"
 
 
 def _wrapped(line: str, width: int) -> list[str]:
     if len(line) <= width:
         return [line]
     if " " in line:
-        return textwrap.wrap(line, width, break_long_words=False) or [""]
+        lines = textwrap.wrap(_SHAPE.sub(_HARD, line), width, break_long_words=False, break_on_hyphens=False) or [""]
+        return [part.replace("\N{NO-BREAK SPACE}", " ") for part in lines]
     out = [""]
-    for piece in _pieces(line):
+    for piece in _pieces(line, finer=max(map(len, _pieces(line))) > width):
         if out[-1] and len(out[-1]) + len(piece) > width:
             out.append("")
         out[-1] += piece

@@ -1,8 +1,10 @@
 """Errors as objects: their classes, all problems at once sorted by path, pickling, and the words for values."""
 
 import copy
+import importlib
 import pickle
 import traceback
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +25,7 @@ CLASSES: dict[type[lm.LazyError], type[Exception]] = {
     lm.ShapeInferenceError: ValueError,
     lm.StateDictError: RuntimeError,
     lm.CheckpointError: ValueError,
+    lm.MissingFileError: FileNotFoundError,
     lm.ConfigurationError: TypeError,
     lm.SerializationError: pickle.PicklingError,
     PendingAttributeError: AttributeError,
@@ -157,3 +160,18 @@ def test_describe_call() -> None:
     args = (spec(8, 3), [spec(2), (spec(1), 4)], {"mask": spec(5, dtype=jnp.bool_)})
     assert describe_call(args, {"train": True}) == "f32[8,3], [f32[2], (f32[1], 4)], {mask: bool[5]}, train=True"
     assert describe_call((), {}) == "no arguments"
+
+
+def test_every_error_is_public_where_its_traceback_says() -> None:
+    """Else nobody can catch it by its name, and it does not pickle."""
+    for path in Path(lm.__file__).parent.rglob("*.py"):
+        if path.parent.name != "_compat" and path.name != "__main__.py":
+            importlib.import_module(".".join(path.relative_to(Path(lm.__file__).parents[1]).with_suffix("").parts))
+    found, new = set(), {lm.LazyError}
+    while new:
+        found |= new
+        new = {sub for cls in new for sub in cls.__subclasses__()} - found
+    for cls in found:
+        if cls.__module__.partition(".")[0] == "lazymods":
+            assert getattr(importlib.import_module(cls.__module__), cls.__name__) is cls
+            assert not any(part.startswith("_") for part in cls.__module__.split("."))

@@ -209,7 +209,7 @@ MESSAGES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "infer-rank": (
         lambda: linear()(jnp.float32(3.0)),
         lm.ShapeInferenceError,
-        text("LazyLinear", "f32[]", "an array of at least 1 axes, whose axis -1 holds the features",
+        text("LazyLinear", "f32[]", "an array of at least 1 axis, whose axis -1 holds the features",
              "layer(x)  # with x of shape (batch, ..., features)"),
     ),
     "infer-zero": (

@@ -102,6 +102,18 @@ def test_names_of_pytorch_exist() -> None:
             here = getattr(here, part)
 
 
+def test_parameters_are_counted_as_pytorch_counts_them() -> None:
+    """By the row of the table: statistics are no parameters."""
+    torch = pytest.importorskip("torch", reason="it counts")
+    torch_model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+    rngs = nnx.Rngs(0)
+    names = {"lm": lm, "model": nnx.Sequential(lm.LazyLinear(4, rngs=rngs), lm.LazyBatchNorm(rngs=rngs))}
+    names["spec"] = jax.ShapeDtypeStruct((2, 8), "float32")
+    [line] = [line for line in PAGES["from-pytorch.md"].splitlines() if line.startswith("| `sum(p.numel()")]
+    theirs, ours = (cell.strip("|` ") for cell in line.split(" | ")[:2])
+    assert eval(ours, names) == eval(theirs, {"model": torch_model}) == 44
+
+
 def test_the_site_has_every_page() -> None:
     listed = re.findall(r"^ +- .+: (.+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     notebooks = [f"notebooks/{path.stem}.md" for path in (ROOT / "examples" / "notebooks").glob("*.ipynb")]

@@ -1,6 +1,7 @@
 """How reports are shown: as wide as there is room, in colour where rich prints, in a notebook, in IPython."""
 
 import io
+import re
 import sys
 from typing import Any
 
@@ -63,6 +64,38 @@ def test_what_belongs_together_begins_in_one_line() -> None:
     assert table.text(10).splitlines() == ["a      b  c", "one    1  x y", "two", "three  2"]
 
 
+def test_names_are_folded_after_underscores_where_there_is_no_other_way() -> None:
+    rows = [("a.name_of_words", "kernel (16, 4, 4) float32")]
+    table = Table(("a", "b"), rows, folded=(("a", 8), ("b", 18), ("a", 6)))
+    assert table.text(30).splitlines() == [
+        "a           b",
+        "a.name_of_  kernel (16, 4, 4)",
+        "words       float32",
+    ]
+
+
+class Deep(nnx.Module):
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        layer = lm.LazyMultiHeadAttention(4, decode=False, rngs=rngs)
+        self.decoder = nnx.Dict(transformer_layers=nnx.List([nnx.Dict(self_attention_of_the_decoder=layer)]))
+        self.spectral = lm.LazySpectralNorm(lm.LazyLinear(8, rngs=rngs), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.spectral(self.decoder["transformer_layers"][0]["self_attention_of_the_decoder"](x))
+
+
+def test_long_paths_and_many_parameters_fit_in_100_columns() -> None:
+    text = str(lm.infer_shapes(Deep(), spec(2, 12, 16)))
+    assert max(map(len, text.splitlines())) <= 100
+    assert "out_sharding" not in text  # Flax's own None, which says nothing
+
+
+def test_a_model_that_was_not_run_has_no_column_of_inputs() -> None:
+    assert lm.summary(Deep()).cells()[0] == ["path", "layer", "parameters", "count", "bytes"]
+    assert "input -> output" in lm.summary(Deep(), spec(2, 12, 16)).cells()[0]
+
+
 def shown(report: Any, **options: Any) -> str:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system="standard", **options)
     console.print(report)
@@ -107,6 +140,12 @@ def test_every_report_is_html_that_takes_the_colours_of_the_page() -> None:
         assert "<table" in page and "background:transparent" in page
         assert "color:black" not in page and "color:white" not in page
     assert reports[0]._repr_html_().count("#d97706") == 2  # the lazy layers
+
+
+def test_html_keeps_numbers_and_what_belongs_together_in_their_lines() -> None:
+    page = lm.summary(lazy_mlp(), spec(2, 8))._repr_html_()
+    whole = {head for style, head in re.findall(r'<th style="([^"]*)">([^<]+)</th>', page) if style.endswith(":pre;")}
+    assert whole == {"parameters", "count", "bytes", "FLOPs"}
 
 
 def test_ipython_shows_the_same_text() -> None:

@@ -30,6 +30,7 @@ from lazymods._errors import (
 )
 from lazymods._graph import STATE
 from lazymods._initial import draws
+from lazymods._initial.keys import is_key
 from lazymods._layer import contexts, first_call, sizing, wrong_arguments
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.arguments import Ignored, UnhashableError, constructor_parameters, exact, freeze, variadic
@@ -38,7 +39,7 @@ from lazymods._layer.class_spec import Infer, LazyClassSpec
 from lazymods._layer.config import REFUSALS, LayerConfig, context
 from lazymods._layer.defaults import placeholder_shapes
 from lazymods._layer.mixin import LazyModuleMixin
-from lazymods._refusals import wrong_argument
+from lazymods._refusals import refuse_class, wrong_argument
 
 
 class _Inferred:
@@ -281,6 +282,9 @@ def _layer_builder(
     bound.apply_defaults()
     _check_defaults(name)
     config = _configured(plan, bound.arguments, given)
+    wrong_arguments.check_initializers(name, config)
+    if plan.wraps is not None:
+        refuse_class(config[plan.wraps])
     if plan.prepare is not None:
         config = plan.prepare(config)
     rngs = config.pop(twin.rngs_name, None) if twin.rngs_name else None
@@ -355,8 +359,10 @@ def _streams(rngs: Any) -> list[_Stream] | None:
 
 def _no_rngs(name: str, rngs: Any) -> LazyError:
     got = "streams of several keys" if isinstance(rngs, (nnx.Rngs, nnx.RngStream)) else describe(rngs)
-    needed = "an nnx.Rngs with one key a stream"
-    return ConfigurationError(Problem(name, f"rngs={got}", needed, f"{name}(..., rngs=nnx.Rngs(0))"))
+    needed, line = "an nnx.Rngs with one key a stream", f"{name}(..., rngs=nnx.Rngs(0))"
+    if not isinstance(rngs, nnx.Pytree) and is_key(rngs):
+        line = f"{name}(..., rngs=nnx.Rngs(key))"
+    return ConfigurationError(Problem(name, f"rngs={got}", needed, line))
 
 
 Streams = tuple[tuple[str, Any, str], ...]  # name, key dtype and tag of each
@@ -416,7 +422,9 @@ def _unreadable(cls: type, error: Exception) -> LazyError:
         return ConfigurationError(Problem(name, got, needed, by_hand))
     got = f"{cls.__name__} refuses its arguments at every size that was tried: {type(error).__name__}: {reason}"
     kind = ConfigurationError if isinstance(error, TypeError) else ShapeInferenceError
-    return kind(Problem(name, got, "arguments that the class takes for some size", by_hand))
+    is_flax = cls.__module__.partition(".")[0] == "flax"  # whose constructors can be read
+    line = f"lm.{name}(...)  # with arguments that nnx.{cls.__name__} takes" if is_flax else by_hand
+    return kind(Problem(name, got, "arguments that the class takes for some size", line))
 
 
 # ---------------------------------------------------------------- methods that may be called first

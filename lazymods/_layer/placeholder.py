@@ -191,9 +191,10 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
                 full, known = (stacking.whole(full), known) if fits(one, full) else (full, one)
             if fits(known, full) and stacking.part(full) is not None:
                 return full
+        got = f"shape {shape!r}" if isinstance(shape, (int, str, tuple, list)) else describe(shape)
         needed = "whole sizes" if known is None else f"shape {show_shape(known)}, whose known axes are fixed"
         write = "parameter.materialize(shape)  # with sizes that agree"
-        raise ShapeInferenceError(Problem(self.whereabouts(), f"shape {tuple(shape)}", needed, write))
+        raise ShapeInferenceError(Problem(self.whereabouts(), got, needed, write))
 
     def _initial_value(self, shape: Shape) -> Any:
         if not _graph.LOCAL.session:

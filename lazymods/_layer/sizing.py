@@ -87,6 +87,9 @@ def infer_values(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs:
     except Exception as error:
         needed = f"a call from which infer can tell the sizes; it raised {type(error).__name__}: {error}"
         write = "layer(x)  # with the arguments that its forward takes"
+        if "ShapeDtypeStruct" in str(error):
+            needed += "; it gets shapes and dtypes, and no values"
+            write = "infer=lambda config, x: {'in_features': x.shape[-1]}"
         if isinstance(error, NotInferableError):
             needed, write = error.needed, error.write
         elif not args and not kwargs:

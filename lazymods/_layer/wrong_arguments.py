@@ -5,13 +5,22 @@ from __future__ import annotations
 import difflib
 import inspect
 import sys
+import types
 from collections.abc import Mapping
 from typing import Any
+
+from flax import nnx
 
 from lazymods._errors import ConfigurationError, Problem, describe_call
 from lazymods._layer.arguments import constructor_parameters
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
+_OF_TORCH = {  # PyTorch's names, which are like no name of Flax or like another one
+    **{"bias": "use_bias", "eps": "epsilon", "stride": "strides", "dropout": "dropout_rate"},
+    **{"dilation": "kernel_dilation", "groups": "feature_group_count"},
+    **{"out_channels": "out_features", "hidden_size": "hidden_features", "embedding_dim": "features"},
+    **{"in_channels": "in_features", "input_size": "in_features"},
+}
 
 
 def refusal(
@@ -28,9 +37,15 @@ def refusal(
         error: What binding them to the signature said.
     """
     given, sizes = _by_name(cls, signature, args, kwargs)
-    given, names = _renamed(given, signature, sizes)
+    given, names = _renamed(given, signature)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    unknown = [] if takes_any else [n for n in given if n not in signature.parameters]
     called = f"lm.{name}" if hasattr(sys.modules["lazymods"], name) and _is_flax(cls) else name
     needed = f"arguments as in {name}{_short(signature)}"
+    if any(isinstance(a, nnx.Rngs) for a in args):
+        needed = f"rngs= by its name; {needed}"
+    if unknown:
+        needed = f"nothing called {', '.join(f'{n}=' for n in unknown)}; {needed}"
     for wrong, right in names.items():
         needed = f"{right}= in place of {wrong}=; {needed}"
     if sizes:
@@ -52,20 +67,24 @@ def _by_name(
     own = [n for n, p in signature.parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     explicit = [n for n, p in constructor_parameters(cls).items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     # more than the lazy class takes by position: they are meant for the class that it becomes
-    names = own if len(args) <= len(own) else explicit
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    sizes = [n for n in given if n in explicit and n not in signature.parameters]
+    by_position = [a for a in args if not isinstance(a, nnx.Rngs)]
+    names = own if len(by_position) <= len(own) else explicit
+    given = dict(zip(names, by_position, strict=False)) | dict(kwargs)
+    if len(by_position) < len(args):
+        given["rngs"] = None  # shown as nnx.Rngs(0)
+    taken = signature.parameters
+    sizes = [n for n in given if _OF_TORCH.get(n, n) in explicit and not {n, _OF_TORCH.get(n)} & {*taken}]
     return {n: v for n, v in given.items() if n not in sizes}, sizes
 
 
-def _renamed(
-    given: dict[str, Any], signature: inspect.Signature, sizes: list[str]
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _renamed(given: dict[str, Any], signature: inspect.Signature) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the arguments under the names that were meant, and which were renamed."""
     free = [n for n in signature.parameters if n not in given]
     names: dict[str, str] = {}
     for name in given:
-        close = difflib.get_close_matches(name, free, n=1) if name not in signature.parameters else []
+        meant = _OF_TORCH.get(name)
+        close = [meant] if meant in free else difflib.get_close_matches(name, free, n=1)
+        close = [] if name in signature.parameters else close
         if close:
             names[name] = close[0]
             free.remove(close[0])
@@ -107,6 +126,20 @@ def _written(name: str, given: Mapping[str, Any]) -> str:
     """Return a value as Python writes it, if it is short, else its name."""
     plain = name in given and isinstance(given[name], _PLAIN) and len(repr(given[name])) < 40
     return repr(given[name]) if plain else name
+
+
+def check_initializers(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a function that returns an initializer, such as ``nnx.initializers.he_normal``, in the place of one.
+
+    Raises:
+        ConfigurationError: If an argument is such a function.
+    """
+    for argument, value in config.items():
+        if isinstance(value, types.FunctionType) and vars(nnx.initializers).get(value.__name__) is value:
+            if "key" not in inspect.signature(value).parameters:
+                needed = "an initializer, which that function returns when it is called"
+                write = f"{argument}=nnx.initializers.{value.__name__}()"
+                raise ConfigurationError(Problem(name, f"{argument}={value.__name__}", needed, write))
 
 
 # ---------------------------------------------------------------- infer

@@ -114,7 +114,8 @@ class AbstractCall:
         run: Callable[..., Any] | None = None,
         look: Callable[[Path, Sequence[Any], Producers], None] | None = None,
     ) -> None:
-        refuse_no_model(model, args)
+        if run is None:
+            refuse_no_model(model, args)
         self.called = Called(model)
         self.model, self._look = self.called.model, look
         model = self.model

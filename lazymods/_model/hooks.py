@@ -301,6 +301,9 @@ def register_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., Any]) -
 
     Returns:
         A handle whose ``remove()`` removes the hook.
+
+    Raises:
+        ArgumentError: If ``module`` is no nnx module or ``hook`` is not callable.
     """
     return register(module, Hook(next(ids), "state_dict_pre", hook))
 
@@ -315,6 +318,9 @@ def register_state_dict_post_hook(module: nnx.Module, hook: Callable[..., Any]) 
 
     Returns:
         A handle whose ``remove()`` removes the hook.
+
+    Raises:
+        ArgumentError: If ``module`` is no nnx module or ``hook`` is not callable.
     """
     return register(module, Hook(next(ids), "state_dict_post", hook))
 
@@ -332,6 +338,9 @@ def register_load_state_dict_pre_hook(module: nnx.Module, hook: Callable[..., An
 
     Returns:
         A handle whose ``remove()`` removes the hook.
+
+    Raises:
+        ArgumentError: If ``module`` is no nnx module or ``hook`` is not callable.
     """
     return register(module, Hook(next(ids), "load_state_dict_pre", hook))
 
@@ -347,5 +356,8 @@ def register_load_state_dict_post_hook(module: nnx.Module, hook: Callable[..., A
 
     Returns:
         A handle whose ``remove()`` removes the hook.
+
+    Raises:
+        ArgumentError: If ``module`` is no nnx module or ``hook`` is not callable.
     """
     return register(module, Hook(next(ids), "load_state_dict_post", hook))

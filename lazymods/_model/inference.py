@@ -29,7 +29,7 @@ from lazymods._model.planning import AnyMesh, Places, bring, placeholders_at, wi
 from lazymods._model.report import ShapeReport
 from lazymods._model.rows import report_of
 from lazymods._progress import telling
-from lazymods._refusals import ArgumentError
+from lazymods._refusals import ArgumentError, refuse_no_float
 from lazymods._shardings import Rules
 from lazymods._snapshot import Snapshot
 
@@ -48,22 +48,22 @@ def infer_shapes(
     With a mesh it also plans where the parameters go, and says how many bytes a device then holds.
 
     Args:
-        model: An nnx module, lazy or not; or a method of one, where that is what is called.
+        model: An nnx module, lazy or not; or one of its methods, if the model is called by it.
         *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
         mesh: As for :func:`materialize`; a ``jax.sharding.AbstractMesh`` plans for devices that nobody has.
         rules: As for :func:`materialize`.
-        optimizer: An optax transformation, or the optimizer of the model: the report then has the bytes on a device of
-            gradients and of the optimizer's state as well.
+        optimizer: An optax transformation, or the optimizer of the model: the report then also has the bytes of the
+            gradients and of the optimizer's state on a device.
         **kwargs: Keyword arguments of the call.
 
     Returns:
         A report with a row for each layer, the output's shapes and dtypes, and totals. It prints as a table.
 
     Raises:
-        ArgumentError: If the model has no ``__call__``.
+        ArgumentError: If the model has no ``__call__``, if mesh, rules or optimizer are none, or if there are rules
+            without a mesh.
         ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
         LazyError: If parameters do not fit on the mesh; it lists all of them.
-        ArgumentError: If mesh, rules or optimizer are none, or there are rules without a mesh.
 
     Example:
         >>> import jax, jax.numpy as jnp, lazymods as lm
@@ -97,35 +97,34 @@ def materialize(
     All or nothing: if a layer fails, the whole model is as it was. Layers that the call does not reach stay lazy
     and are listed in the report's ``unreached``. Layers that are ready keep their values.
 
-    On a mesh each device gets its part of each parameter, drawn alone: the values are those of one device, whatever the
-    mesh, and no device holds more than its parts. What an initializer makes that can't be drawn in parts is made whole
-    first, and the report says so. Layers that are ready are moved to their place. In a program of several processes,
-    each makes the same call.
+    On a mesh each device draws only its own part of each parameter, and the values do not depend on the mesh. If an
+    initializer can't draw in parts, its value is made whole first, and the report says so. Layers that are ready are
+    moved to their place. In a program of several processes, each makes the same call.
 
     Args:
-        model: An nnx module; or a method of one, where that is what is called.
+        model: An nnx module; or one of its methods, if the model is called by it.
         *args: What its call takes; a ``jax.ShapeDtypeStruct`` may stand for any array.
         mesh: The devices over which the parameters are spread. None: the mesh of ``jax.set_mesh``, if there is one.
-        rules: Where they go: pairs of a regular expression and a ``PartitionSpec``, of which the first whose expression
-            is found in the dotted name wins; or a function of name, shape and dtype that returns a ``PartitionSpec`` or
-            None. What no rule names follows its ``out_sharding`` metadata; what has none is copied to each device.
+        rules: Where they go: pairs of a regular expression and a ``PartitionSpec``. The first pair whose expression is
+            found in the dotted name is used. Or a function of name, shape and dtype that returns a ``PartitionSpec``
+            or None. A parameter without a rule follows its ``out_sharding`` metadata; without metadata it is copied to
+            each device.
         device: Where the parameters are made; None: the default device.
         dtype: The dtype that floating-point parameters (``nnx.Param``) get: drawn as usual, then cast. None: each
             layer's own. Statistics keep theirs.
-        init_backend: The platform that draws: ``"cpu"`` gives the same bits from a seed whatever the parameters'
-            device. None: where they are made; there the bits are those that Flax's own layers get.
+        init_backend: The platform that draws: with ``"cpu"`` a seed gives the same bits on every platform. None: the
+            device of the parameters, where the bits are those of Flax's own layers.
         **kwargs: Keyword arguments of the call.
 
     Returns:
         The report of :func:`infer_shapes`, with ``unreached``.
 
     Raises:
-        ArgumentError: If the model has no ``__call__``.
+        ArgumentError: If the model has no ``__call__``, if dtype is no floating-point dtype, if mesh, rules and device
+            do not go together, if the mesh has no devices, or if the model belongs to a function that is being traced.
         ShapeInferenceError: If a layer cannot be sized, is used at two widths, or refuses its input.
         UninitializedError: If a layer's ``initialize_parameters`` leaves a parameter empty.
         LazyError: If parameters do not fit on the mesh; it lists all of them, and nothing is made.
-        ArgumentError: If mesh, rules and device do not go together, the mesh has no devices, or the model is one of a
-            function that is being traced.
         RuntimeError: If JAX has no backend of the name ``init_backend``.
 
     Example:
@@ -143,6 +142,8 @@ def materialize(
         got = "a mesh, for a model that a function which is being traced has made, or has as an argument"
         needed = "a call outside of it: in a program XLA decides where things go"
         raise ArgumentError(Problem("mesh=", got, needed, "lm.materialize(model, x, mesh=mesh)  # before"))
+    if dtype is not None:
+        refuse_no_float("lm.materialize: dtype", dtype)
     places = Places(mesh, rules, device)
     return _materialize(lambda: AbstractCall(model, args, kwargs), device, dtype, init_backend, places)
 

@@ -15,10 +15,12 @@ from flax.nnx.training.optimizer import OptState
 
 from lazymods import _compat, _graph
 from lazymods._errors import PendingAttributeError, Problem, UninitializedError
+from lazymods._frames import entry
 from lazymods._graph import STATE
 from lazymods._layer import contexts, lifecycle
 from lazymods._layer.building import LazyState
 from lazymods._model.planning import place_state
+from lazymods._refusals import refuse_class, wrong_argument
 
 
 class LazyOptimizer(nnx.Optimizer[Any]):
@@ -33,6 +35,7 @@ class LazyOptimizer(nnx.Optimizer[Any]):
         wrt: Which Variables it trains, such as ``nnx.Param``; as for ``nnx.Optimizer``.
 
     Raises:
+        ArgumentError: If ``tx`` is no optax transformation.
         UninitializedError: At an update, if the model still has uninitialized parameters.
 
     Example:
@@ -49,7 +52,13 @@ class LazyOptimizer(nnx.Optimizer[Any]):
 
     cls_to_become = nnx.Optimizer
 
+    @entry
     def __init__(self, model: Any, tx: optax.GradientTransformation, *, wrt: Any) -> None:
+        refuse_class(model)
+        if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+            needed = "the model, then an optax transformation, as optax.adam(1e-3) returns it"
+            line = "lm.LazyOptimizer(model, optax.adam(1e-3), wrt=nnx.Param)"
+            raise wrong_argument("LazyOptimizer: tx", tx, needed, line)
         if not _uninitialized(model, wrt):
             super().__init__(model, tx, wrt=wrt)
             place_state(self, model)
@@ -67,9 +76,13 @@ class LazyOptimizer(nnx.Optimizer[Any]):
         """Make the state if there is none yet, then update as ``nnx.Optimizer`` does.
 
         Raises:
+            ArgumentError: If the gradients come first.
             UninitializedError: If the model still has uninitialized parameters.
         """
         try:
+            if isinstance(model, nnx.State):
+                needed, line = "the model first, then its gradients", "optimizer.update(model, grads)"
+                raise wrong_argument("optimizer.update", nnx.State, needed, line)
             if STATE in vars(self):
                 made = _make_sized(model, self.wrt)
                 self.make_state(model)

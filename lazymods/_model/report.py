@@ -238,6 +238,8 @@ class ShapeReport(Shown):
             columns["optimizer"] = lambda row: _bytes(row.optimizer_bytes_per_device or 0)
         if flops:
             columns["FLOPs"] = _show_flops
+        if not any(map(_show_call, self.rows)):  # nothing was run
+            del columns["input -> output"]
         if verbose:
             columns["inferred"] = lambda row: ", ".join(f"{k}={v}" for k, v in row.inferred.items())
             columns["init"] = lambda row: "\n".join(p.init for p in row.parameters)
@@ -312,9 +314,9 @@ class ShapeReport(Shown):
 _LEGEND = "count and bytes are a layer's own; FLOPs are of one call, with the layers inside of it"
 _NUMBERS = ("count", "bytes", "on a device", "gradients", "optimizer", "FLOPs")
 _TOGETHER = ("parameters", "sharding", "init")
-_FOLDED = (  # columns that may be folded, in this order, and to how many characters; what parameters are stays whole
+_FOLDED = (  # columns that may be folded, in this order, and to how many characters
     *(("input -> output", 20), ("inferred", 12), ("init", 22), ("path", 22), ("layer", 12)),
-    *(("input -> output", 12), ("init", 10)),
+    *(("input -> output", 12), ("init", 10), ("path", 22), ("parameters", 18), ("path", 12)),
 )
 
 

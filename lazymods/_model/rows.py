@@ -55,7 +55,7 @@ def report_of(model: Any, session: AbstractCall | None, drawing: PendingValues |
                 path=dotted(path),
                 layer=hooks.unhooked_class(type(node)).__name__,
                 lazy=lazy,
-                inputs=describe_call(call.args, call.kwargs) if call is not None else ("" if session is None else None),
+                inputs=_inputs(call) if call is not None else ("" if session is None else None),
                 output=call.output if call is not None else None,
                 inferred=visit.values or {} if visit is not None else {},
                 parameters=parameters,
@@ -67,6 +67,11 @@ def report_of(model: Any, session: AbstractCall | None, drawing: PendingValues |
         tuple(unreached) if session is not None else (),
         kernels=kernels,
     )
+
+
+def _inputs(call: Any) -> str:
+    """Describe what a layer was called with; options that are None are left out, such as Flax's ``out_sharding``."""
+    return describe_call(call.args, {name: value for name, value in call.kwargs.items() if value is not None})
 
 
 def _parts(model: Any, session: AbstractCall | None) -> list[tuple[Path, Any, Any]]:

@@ -22,6 +22,7 @@ from lazymods._model.report import ShapeReport
 from lazymods._model.rows import report_of
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import TracedState, held_by, input_of, with_inputs
+from lazymods._refusals import refuse_no_model
 from lazymods._shardings import Rules
 
 
@@ -36,26 +37,27 @@ def summary(
     """Show a model's layers: shapes, parameters, bytes and floating-point operations; nothing changes.
 
     Args:
-        model: An nnx module, lazy or not; lazy layers are marked. Or a method of one, where that is what is called.
-        *args: What its call takes, arrays or ``jax.ShapeDtypeStruct``. Without arguments the table says what is
-            known now, with ``?`` for the rest.
+        model: An nnx module, lazy or not; lazy layers are marked. Or one of its methods, if the model is called by it.
+        *args: What its call takes, arrays or ``jax.ShapeDtypeStruct``. Without arguments the table shows what is known
+            now, with ``?`` for the rest.
         mesh: As for :func:`infer_shapes`: adds where the parameters go, and the bytes on a device.
         rules: As for :func:`infer_shapes`.
         **kwargs: Keyword arguments of the call.
 
     Returns:
-        A report that prints as a table. FLOPs are those of XLA's cost analysis of each layer's own call, before
-        optimization where JAX has its CPU backend, with all steps of a ``scan``; None where a value decides how many
-        there are.
+        A report that prints as a table. FLOPs are those of XLA's cost analysis of a layer's call, with the layers
+        inside it and all steps of a ``scan``. They are counted before optimization if JAX has its CPU backend. They
+        are None if a value decides how many steps there are.
 
     Raises:
-        ArgumentError: If arguments are given and the model has no ``__call__``.
+        ArgumentError: If arguments are given and the model has no ``__call__``, if mesh or rules are none, or if there
+            are rules without a mesh.
         ShapeInferenceError: If a layer cannot be sized or refuses its input.
         LazyError: If parameters do not fit on the mesh; it lists all of them.
-        ArgumentError: If mesh or rules are none, or there are rules without a mesh.
     """
     places = Places(mesh, rules)
     if not args and not kwargs:
+        refuse_no_model(model, ())
         return places.in_report(report_of(model_of(model), None))
     with lifecycle.LOCK:
         session = AbstractCall(model, args, kwargs).run()

@@ -53,7 +53,7 @@ def safe_where(mask: Any, fn: Callable[..., Any], *args: Any, fill: Any = 0.0) -
         >>> jax.grad(lambda x: lm.autograd.safe_where(x > 0, jnp.log, x).sum())(x)
         Array([0. , 0.5], dtype=float32)
     """
-    refuse_uncallable(_WHERE, fn)
+    refuse_uncallable(_WHERE, fn, "lm.autograd.safe_where(mask, fn, x)")
     _refuse_other_kinds(mask, args, fill)
     values, tree = jax.tree.flatten(args)
     arrays = {i: x for i, x in enumerate(values) if type(x) not in _NUMBERS}

@@ -84,5 +84,5 @@ def _register(name: str, module: nnx.Module, hook: Hook, first: bool) -> Removab
         needed = "an nnx.Module: the hook runs in the backward pass of its calls"
         write = f"{where}(model.layer, fn)  # for a Variable, lm.autograd.register_hook(variable, fn)"
         raise ArgumentError(Problem(where, type(module).__name__, needed, write))
-    refuse_uncallable(where, hook.function)
+    refuse_uncallable(where, hook.function, f"{where}(module, hook)")
     return register(module, hook, first=first)

@@ -162,8 +162,8 @@ def saved_tensors_hooks(pack: Callable[[Any], Any], unpack: Callable[[Any], Any]
         >>> jax.grad(loss)(jnp.array([1.0, 2.0]))
         Array([2., 4.], dtype=float32)
     """
-    refuse_uncallable(f"{_HOOKS}, pack", pack)
-    refuse_uncallable(f"{_HOOKS}, unpack", unpack)
+    refuse_uncallable(f"{_HOOKS}, pack", pack, f"{_HOOKS}(pack, unpack)")
+    refuse_uncallable(f"{_HOOKS}, unpack", unpack, f"{_HOOKS}(pack, unpack)")
     return Block(pack, lambda _: unpack)
 
 

@@ -147,7 +147,7 @@ def _register(name: str, variable: Any, fn: Any, *, last: bool) -> RemovableHand
         needed = "an nnx.Variable, such as a parameter: a hook runs on its gradient"
         write = f"{where}(model.kernel, fn)  # for a module, lm.autograd.register_full_backward_hook(module, fn)"
         raise ArgumentError(Problem(where, f"{type(variable).__name__}", needed, write))
-    refuse_uncallable(where, fn)
+    refuse_uncallable(where, fn, f"{where}(variable, hook)")
     hook = GradientHook(next(_ids), fn, last)
     with ALONE:
         _set_hooks(variable, (*hooks_of(variable), hook))

@@ -16,7 +16,7 @@ from lazymods.compile.stages import Staged
 
 
 @entry
-def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), **kwargs: Any) -> bytes:
+def export(fn_or_module: Any, *args: Any, platforms: str | Sequence[str] = ("cpu",), **kwargs: Any) -> bytes:
     """Serialize a function or module with its state, for any number of platforms.
 
     The state of every nnx object that it reaches, by argument or otherwise, is part of the artifact. What it would
@@ -25,7 +25,7 @@ def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), *
     Args:
         fn_or_module: A function, a module, or what :func:`lazymods.jit` returned.
         *args: Its arguments; ``jax.ShapeDtypeStruct`` will do for arrays, with symbolic sizes too.
-        platforms: What it shall run on: ``cpu``, ``cuda``, ``rocm``, ``tpu``.
+        platforms: What it shall run on, one or several: ``cpu``, ``cuda``, ``rocm``, ``tpu``.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -46,6 +46,7 @@ def export(fn_or_module: Any, *args: Any, platforms: Sequence[str] = ("cpu",), *
     """
     from jax import export as jax_export  # jax.export is not imported with jax
 
+    platforms = (platforms,) if isinstance(platforms, str) else platforms
     function = staged(fn_or_module, "lm.export")
     with function.traced(args, kwargs) as (program, call):
         inputs = call.inputs

@@ -31,7 +31,7 @@ class Block:
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that records what it does."""
-        refuse_uncallable("lm.lazytensor.lazy", function)
+        refuse_uncallable("lm.lazytensor.lazy", function, "lm.lazytensor.lazy()(f)")
 
         @functools.wraps(function)
         def recorded(*args: Any, **kwargs: Any) -> Any:

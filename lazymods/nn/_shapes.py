@@ -18,10 +18,11 @@ def last_axis(x: Any, *, least: int = 1) -> int:
 
 def size_at(x: Any, axis: int, *, least: int = 1) -> int:
     """Return the length of one axis."""
-    rank = rank_of(x)
-    if rank < max(least, axis + 1 if axis >= 0 else -axis):
+    rank, needed = rank_of(x), max(least, axis + 1 if axis >= 0 else -axis)
+    if rank < needed:
+        axes = "1 axis" if needed == 1 else f"{needed} axes"
         raise NotInferableError(
-            f"an array of at least {max(least, abs(axis))} axes, whose axis {axis} holds the features",
+            f"an array of at least {axes}, whose axis {axis} holds the features",
             "layer(x)  # with x of shape (batch, ..., features)",
         )
     return x.shape[axis]

@@ -66,14 +66,14 @@ class Stack(nnx.Module):
         if self.n < 1:
             write = "lm.Stack(make_block, 12, rngs=rngs)"
             raise ArgumentError(Problem("n=", repr(n), "a number of blocks, at least one", write))
+        if isinstance(make_block, nnx.Module):
+            raise _no_maker(f"a {type(make_block).__name__}")
         self.remat: bool = bool(remat)
         before = ties.Before()
         made = [make_block(rngs) for _ in range(self.n)]
         wrong = [b for b in made if not (isinstance(b, nnx.Module) and callable(b))]
         if wrong:
-            needed = "a function of rngs that returns a block, a module that can be called"
-            got = f"a function that returns a {type(wrong[0]).__name__}"
-            raise ArgumentError(Problem("make_block=", got, needed, "make_block=lambda rngs: Block(rngs=rngs)"))
+            raise _no_maker(f"a function that returns a {type(wrong[0]).__name__}")
         kept = [rngs] if isinstance(rngs, nnx.Pytree) else []
         whole, shared = _blocks.join(made, kept, outside=before.held_by(made))
         self.shared: tuple[tuple[Any, ...], ...] = shared
@@ -185,6 +185,11 @@ class Stack(nnx.Module):
             whole, shared = _blocks.join(blocks, kept, _blocks.places_of(self.blocks_as_one), outside=outside)
         _blocks.become(self.blocks_as_one, whole, contexts.load_is_carried, shared)
         self.shared = shared
+
+
+def _no_maker(got: str) -> ArgumentError:
+    needed = "a function of rngs that returns a block, a module that can be called"
+    return ArgumentError(Problem("make_block=", got, needed, "make_block=lambda rngs: Block(rngs=rngs)"))
 
 
 assert TOGETHER == "blocks_as_one"  # the attribute that names of entries leave out

@@ -20,7 +20,7 @@ from lazymods._frames import entry
 from lazymods._initial.keys import is_key
 from lazymods._layer import lifecycle, stacks
 from lazymods._progress import telling
-from lazymods._refusals import wrong_argument
+from lazymods._refusals import refuse_no_float, wrong_argument
 from lazymods._shardings import Rules
 from lazymods.state import modes, options, tied_heads
 from lazymods.state.beside import Beside
@@ -60,14 +60,15 @@ def load(
 ) -> LoadResult:
     """Load a checkpoint into a model, lazy or not.
 
-    Lazy layers take their sizes from the file and become their classes at once; nothing is traced, initialized or
-    run, but for one run without values where a ``flatten`` may have been forgotten. Bytes go to the device once: on a
-    CPU the parameters are the mapped file itself wherever its tensors are aligned, as in every file that :func:`save`
-    writes. All or nothing: if anything is wrong, all of it is told and the model is as it was.
+    Lazy layers take their sizes from the file and become their classes at once. Nothing is initialized or run; to see
+    whether a ``flatten`` was forgotten, some models are evaluated once without values. Bytes go to the device once. On
+    a CPU the parameters are the mapped file itself wherever its tensors are aligned, as in every safetensors file that
+    :func:`save` writes. All or nothing: if anything is wrong, one error lists it, and the model is as it was.
 
     Args:
-        model: An nnx module, or any nnx object, also one that ``nnx.eval_shape`` made; or a dict of a training state
-            as :func:`save` takes it, whose numbers and texts are set in it: a number of another type takes the file's.
+        model: An nnx module, or any nnx object, also one that ``nnx.eval_shape`` made; or a dict of a training state,
+            as :func:`save` takes it. Its numbers and texts are set in the dict. A number of another type becomes the
+            file's.
         source: A file or folder; its format is told by its content, then by its name: safetensors, an index of sharded
             files (``*.index.json``), a Hugging Face folder, npz, an Orbax folder, or a PyTorch file, which is
             read without PyTorch and never run. Of one that holds several mappings of tensors (a model's, an
@@ -97,12 +98,13 @@ def load(
         dtype: The dtype that the floating-point parameters (``nnx.Param``) get that are loaded, and that their layers
             compute in where they follow ``param_dtype`` (recurrent cells keep theirs); ``"file"``: each gets that of
             its entry. None: each keeps its own, as statistics, an optimizer's moments and raw arrays do.
-        mesh: The devices that the arrays go to, as ``rules`` say; each process reads what its own hold. None: the mesh
-            of ``jax.set_mesh``, for arrays that are bound to no device; all others stay where the model has them.
-        rules: ``(regular expression, PartitionSpec)`` pairs, of which the first wins that is found in a parameter's
-            name, or a function of name, shape and dtype that returns a PartitionSpec or None. What no rule names
-            follows its ``out_sharding`` metadata; what has none is copied to each device. In a training state the
-            names are those of the module itself, and an optimizer's state goes where its parameter does.
+        mesh: The devices that the arrays go to, by ``rules``. Each process reads what its own devices hold. None: the
+            mesh of ``jax.set_mesh`` for arrays that are bound to no device; all others stay where the model has them.
+        rules: Pairs ``(regular expression, PartitionSpec)``. The first pair whose expression is found in the
+            parameter's name is used. Or a function of name, shape and dtype that returns a PartitionSpec or None. A
+            parameter without a rule follows its ``out_sharding`` metadata; without it, it is copied to each device. In
+            a training state the names are those of the module itself, and an optimizer's state goes where its
+            parameter does.
         mode: ``"eval"`` or ``"train"``: the mode that the model is put in, as by ``model.eval()``. None: it stays in
             its own, training for Flax's layers, and the result says so where that matters.
         progress: Show a progress bar on stderr; None: in a terminal or a notebook, of a load that takes over a second.
@@ -116,7 +118,7 @@ def load(
         StateDictError: If its entries do not fit the model, as for :func:`load_state_dict`.
         UninitializedError: If a lazy layer is an argument of a transform of Flax that cannot carry new parameters out.
         LazyError: If parameters do not fit on the mesh; it lists all of them.
-        FileNotFoundError: If there is no such file.
+        MissingFileError: If there is no such file.
         ArgumentError: If the model is neither an nnx object nor a dict or list that can be written to, the source is
             none, or another argument is none that it takes, such as an expression that is not regular.
 
@@ -211,18 +213,11 @@ def _check_options(layout: str, flatten: Mapping[str, Sequence[int]] | None, dty
         needed = "flatten reorders what PyTorch flattened, and needs its layout"
         raise wrong_argument("lm.load: layout", layout, needed, 'layout="torch"')
     keeps = isinstance(dtype, str) and dtype == "file"
-    if dtype is not None and not keeps and not _is_floating(dtype):
+    if dtype is not None and not keeps:
         needed = 'a floating-point dtype, which the parameters get, or "file" for that of each entry'
-        raise wrong_argument("lm.load: dtype", dtype, needed, "dtype=jnp.bfloat16")
+        refuse_no_float("lm.load: dtype", dtype, needed)
     if mode is not None and mode not in modes.MODES:
         raise wrong_argument("lm.load: mode", mode, f"one of {', '.join(map(repr, modes.MODES))}", 'mode="eval"')
-
-
-def _is_floating(dtype: Any) -> bool:
-    try:
-        return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.floating))
-    except TypeError:
-        return False
 
 
 def _ignored(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+import os
 from collections.abc import Mapping, MutableMapping
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from lazymods._initial.keys import is_key
 from lazymods._layer.lifecycle import TRANSIENT
 from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
-from lazymods._refusals import ArgumentError
+from lazymods._refusals import MAX_SHOWN, ArgumentError, refuse_class
 from lazymods.state.static_fields import static_leaves, structure_of, with_fields
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
@@ -32,6 +33,10 @@ def check_is_model(model: Any, *, to_write: bool = False) -> None:
     """
     if isinstance(model, (nnx.Pytree, MutableMapping, list)) or (isinstance(model, Mapping) and not to_write):
         return
+    refuse_class(model)
+    if isinstance(model, (str, bytes, os.PathLike)):
+        line = "lm.load(model, path)  # or lm.save(model, path)"
+        raise ArgumentError(Problem("the model", repr(model)[:MAX_SHOWN], "the model first, then the path", line))
     needed = "what has entries: an nnx module, or a dict of a training state"
     raise ArgumentError(Problem("the model", describe(model), needed, '{"state": ...}  # a dict that holds it'))
 

@@ -12,6 +12,7 @@ from lazymods._errors import Problem, StateDictError
 from lazymods._frames import entry
 from lazymods._layer import stacks
 from lazymods._refusals import wrong_argument
+from lazymods.state.entries import check_is_model
 from lazymods.state.files.stored import Array, printable
 from lazymods.state.layouts import with_sizes, written
 from lazymods.state.layouts.exporting import second, without_layers
@@ -57,7 +58,7 @@ def export_torch(
         UninitializedError: If a parameter has no value yet.
         StateDictError: If PyTorch cannot hold a layer exactly, ``flatten`` does not fit, or the file's entries cannot
             hold what the model has now.
-        ArgumentError: If ``like`` is no result of :func:`lazymods.load`.
+        ArgumentError: If ``model`` is none, or ``like`` is no result of :func:`lazymods.load`.
 
     Warns:
         UserWarning: If entries of the file are left out that the load has left out without a rename: a file does not
@@ -69,6 +70,7 @@ def export_torch(
         >>> {k: v.shape for k, v in lm.export_torch(nnx.Linear(3, 4, rngs=nnx.Rngs(0))).items()}
         {'weight': (4, 3), 'bias': (4,)}
     """
+    check_is_model(model)
     way: WayBack | None = None
     if like is not None:
         way = like.way_back if isinstance(like, LoadResult) else None

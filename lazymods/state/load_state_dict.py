@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
 
+from lazymods._errors import Problem
 from lazymods._frames import entry
-from lazymods._refusals import wrong_argument
+from lazymods._refusals import ArgumentError, wrong_argument
 from lazymods.state.entries import is_training_state
 from lazymods.state.load import LoadResult, load_entries
 
@@ -44,8 +46,8 @@ def load_state_dict(
             parameters whose entries differ, or, if ``strict``, missing and unexpected names.
         UninitializedError: If an uninitialized entry meets a parameter that has a value; or if a lazy layer is an
             argument of a transform of Flax that cannot carry new parameters out, as of ``nnx.grad``.
-        ArgumentError: If ``state_dict`` is no mapping from names, the model neither an nnx object nor a dict or list
-            that can be written to, or ``mismatched`` neither ``"error"`` nor ``"skip"``.
+        ArgumentError: If ``state_dict`` is no mapping from names to arrays, the model neither an nnx object nor a dict
+            or list that can be written to, or ``mismatched`` neither ``"error"`` nor ``"skip"``.
 
     Example:
         >>> import lazymods as lm
@@ -57,8 +59,16 @@ def load_state_dict(
         (3, 'Linear')
     """
     if not isinstance(state_dict, Mapping):
-        needed = "a state dict, a mapping from names to arrays"
-        raise wrong_argument("lm.load_state_dict: state_dict", type(state_dict), needed, "lm.state_dict(other)")
+        needed, line = "a state dict, a mapping from names to arrays", "lm.load_state_dict(model, lm.state_dict(other))"
+        if isinstance(state_dict, (str, bytes, os.PathLike)):
+            line = f"lm.load(model, {os.fsdecode(state_dict)!r})"
+        elif isinstance(state_dict, nnx.Pytree) and isinstance(model, Mapping):
+            needed, line = "the model first, then the state dict", "lm.load_state_dict(model, state_dict)"
+        raise wrong_argument("lm.load_state_dict: state_dict", type(state_dict), needed, line)
+    nested = [k for k, v in state_dict.items() if isinstance(v, Mapping) and not isinstance(v, nnx.Variable)]
+    if nested:
+        got, needed = f"a mapping at {nested[0]!r}", "arrays by dotted name; lm.load takes mappings in mappings, too"
+        raise ArgumentError(Problem("lm.load_state_dict: state_dict", got, needed, "lm.load(model, state_dict)"))
     others = [k for k in state_dict if not isinstance(k, str)]
     if others:
         needed = "names that are dotted strings"

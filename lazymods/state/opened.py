@@ -146,8 +146,8 @@ def open(path: str | os.PathLike[str], *, variant: str | None = None) -> OpenChe
 
     Raises:
         CheckpointError: If the file is not what it claims to be.
-        FileNotFoundError: If there is no such file.
         ArgumentError: If it is no path.
+        MissingFileError: If there is no such file.
 
     Example:
         >>> import tempfile, lazymods as lm

@@ -81,6 +81,7 @@ def save(
         >>> from flax import nnx
         >>> lm.save(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), tempfile.mkdtemp() + "/layer.safetensors")
     """
+    check_is_model(model)
     check_path(path)
     target = Path(os.path.realpath(os.fsdecode(path)))  # a link stays one: what it points to is replaced
     writers = {".safetensors": write_safetensors, ".npz": write_npz}
@@ -94,7 +95,6 @@ def save(
         needed = "a path without a suffix: wait=False is for Orbax folders"
         write = f"lm.save(model, {str(target.with_suffix(''))!r}, wait=False)"
         raise wrong_argument("lm.save: path", path, needed, write)
-    check_is_model(model)
     with _told(target):
         (check_file_target if suffix else check_target)(target)
     _refuse_lazy(model)

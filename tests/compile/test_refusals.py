@@ -173,6 +173,7 @@ NOT_CALLABLE: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize(("decorate", "where"), NOT_CALLABLE.values(), ids=NOT_CALLABLE)
 def test_what_can_not_be_called_is_refused_at_once(decorate: Callable[[Any], Any], where: str) -> None:
+    call = f"{where}()" if where == "lm.lazytensor.lazy" else where
     for value, got in ((3, "an int"), ("f", "a str"), (X, "an array"), (nnx.Module(), "a Module")):
         with pytest.raises(lm.ArgumentError) as caught:
             decorate(value)
@@ -180,5 +181,5 @@ def test_what_can_not_be_called_is_refused_at_once(decorate: Callable[[Any], Any
             f"{where}\n"
             f"  got:    {got}\n"
             "  needed: what can be called: a function, a method, or a module with a __call__\n"
-            "  write:  lm.jit(f)  # the function itself, and not what it returned; options by their names"
+            f"  write:  {call}(f)  # the function itself, and not what it returned; options by their names"
         )

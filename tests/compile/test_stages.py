@@ -327,3 +327,9 @@ def test_a_function_that_decides_is_not_one_program_to_look_at(look: str) -> Non
         asked(*given)
     assert "step> Python decides on the value of an array" in "".join(found.value.__notes__)
     np.testing.assert_allclose(call(model, x), model(x), rtol=1e-6)
+
+
+def test_one_platform_is_exported_by_its_name() -> None:
+    pytest.importorskip("flatbuffers", reason="jax.export needs it")
+    blob = lm.export(lambda x: x * 2, jnp.ones(3), platforms="cuda")
+    assert jax.export.deserialize(bytearray(blob)).platforms == ("cuda",)

@@ -266,7 +266,7 @@ def linear(r: nnx.Rngs) -> Any:
 
 
 REFUSED = {
-    "row_89-no_axes": Bad(linear, (), "at least 1 axes", (2, 3), lambda r: nnx.Linear(3, 4, rngs=r)),
+    "row_89-no_axes": Bad(linear, (), "at least 1 axis", (2, 3), lambda r: nnx.Linear(3, 4, rngs=r)),
     "row_90-zero_features": Bad(linear, (2, 0), "in_features=0", (2, 3), lambda r: nnx.Linear(3, 4, rngs=r)),
     "row_91-zero_channels": Bad(lambda r: lm.LazyConv2d(4, 3, rngs=r), (1, 6, 6, 0), "in_features=0", (1, 6, 6, 2),
                                 lambda r: nnx.Conv(2, 4, (3, 3), rngs=r)),

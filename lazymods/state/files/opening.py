@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import gc
 import os
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from lazymods._errors import LazyError
+from lazymods._errors import LazyError, MissingFileError, Problem
 from lazymods.state.files.paths import check_path
 from lazymods.state.files.safetensors import looks_like_safetensors, open_safetensors
 from lazymods.state.files.stored import Checkpoint, printable, refuse
@@ -77,7 +78,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, variant: str | None = None)
 
     Raises:
         CheckpointError: If it is not what it claims to be; the error names the file, and the tensor if there is one.
-        FileNotFoundError: If there is no such path.
+        MissingFileError: If there is no such path.
     """
     check_path(path)
     path = Path(os.fsdecode(path))
@@ -125,5 +126,22 @@ def _moved(path: Path) -> Path:
             raise
         moved = path
     if not os.path.exists(moved):
-        raise FileNotFoundError(f"no checkpoint at {printable(str(path), 5000)}")
+        raise _missing(path)
     return moved
+
+
+def _missing(path: Path) -> MissingFileError:
+    """Say where there is no checkpoint, and name the file beside it that may be meant."""
+    try:
+        beside = sorted(os.listdir(path.parent))
+    except OSError:
+        beside = []
+    near = [name for name in beside if Path(name).stem in (path.name, path.stem)]
+    stems = difflib.get_close_matches(path.stem, [Path(name).stem for name in beside], 1, 0.7)
+    near = near or [name for name in beside if Path(name).stem in stems]
+    near.sort(key=lambda name: not name.endswith(".safetensors"))
+    line = "lm.load(model, 'model.safetensors')  # the path of the file or folder"
+    if near:
+        line = f"lm.load(model, {str(path.with_name(near[0]))!r})"
+    where = printable(os.path.abspath(path), 5000)
+    return MissingFileError(Problem(where, "no checkpoint at this path", "a file or folder that is there", line))

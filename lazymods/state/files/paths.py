@@ -11,18 +11,18 @@ from lazymods.state.files.stored import printable
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:)/+[^/]")  # a drive of Windows has one letter; a Path has one slash left
 
-_OTHER = "lm.save(model, 'model.safetensors')  # another path"
+_OTHER = "path = 'model.safetensors'  # another path"
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
     """Refuse a URL, which would be a folder called ``gs:`` beside the program, and what no file is called.
 
     Raises:
-        CheckpointError: If it is one.
         ArgumentError: If it is no path at all.
+        CheckpointError: If it is one that no checkpoint has.
     """
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise wrong_argument("path", type(path), "a text, or a pathlib.Path", _OTHER)
+        raise wrong_argument("the path", path, "the name of a file or folder, as a text or a Path", _OTHER)
     text = os.fsdecode(path)
     found = _URL.match(text)
     shown = printable(text, 5000)

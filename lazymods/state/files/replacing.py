@@ -49,6 +49,8 @@ def cannot_write(path: Path, error: Exception) -> SaveError:
     got = printable(f"{type(error).__name__}: {reason}", 500)
     needed = "a folder that can be written to, with room for the checkpoint; what was there before is as it was"
     line = "lm.save(model, path)  # again, or to another path"
+    if code == errno.ENOENT and not os.path.isdir(path.parent):
+        got, line = "a path in a folder that is not there", f"os.makedirs({str(path.parent)!r})"
     made = SaveError(Problem(printable(str(path), 5000), got, needed, line))
     made.errno = code
     return made

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,3 +119,19 @@ def test_colours_in_a_terminal_only(file: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     assert main(["inspect", str(file)]) == 0
     assert "\x1b[33" not in terminal.getvalue() and "0.kernel  f32[3,4]" in terminal.getvalue()
+
+
+def test_long_names_are_folded_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name, value in {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "50"}.items():
+        monkeypatch.setenv(name, value)
+    save_file({"a_long_name_of_a_part.decoder_layers.0.kernel": np.ones(1, np.float32)}, tmp_path / "m.safetensors")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    assert main(["inspect", "m.safetensors"]) == 0
+    lines = [re.sub(r"\x1b\[\d*m", "", line).rstrip() for line in terminal.getvalue().splitlines()]
+    assert lines[1:3] == ["a_long_name_of_a_part.               f32[1]      4", "decoder_layers.0.kernel"]
+    assert max(map(len, lines)) <= 50
