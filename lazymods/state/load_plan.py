@@ -53,8 +53,8 @@ class Write(NamedTuple):
 
 
 def is_spread_place(place: Place) -> bool:
-    """Whether the array that is there lies on several devices."""
-    return not place.lazy and is_spread(place.value)
+    """Whether the array that is there lies on several devices; of random keys, which are made whole, it is no matter."""
+    return not place.lazy and is_spread(place.value) and not is_key(place.value)
 
 
 class LoadPlan:
