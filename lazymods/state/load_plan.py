@@ -53,7 +53,7 @@ class Write(NamedTuple):
 
 
 def is_spread_place(place: Place) -> bool:
-    """Whether the array that is there lies on several devices; of random keys, which are made whole, it is no matter."""
+    """Whether the array that is there lies on several devices; random keys are made whole."""
     return not place.lazy and is_spread(place.value) and not is_key(place.value)
 
 

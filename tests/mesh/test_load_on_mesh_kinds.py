@@ -62,7 +62,8 @@ def test_random_keys_that_are_spread(name: str, tmp_path: Path) -> None:
     lm.save(want, tmp_path / name)
     lm.load(got, tmp_path / name, mesh=mesh, rules=[("", P("data"))])
     assert got["keys"].get_value().sharding == place
-    np.testing.assert_array_equal(*[jax.random.key_data(m["keys"].get_value()) for m in (got, want)])
+    data = [jax.random.key_data(m["keys"].get_value()) for m in (got, want)]
+    np.testing.assert_array_equal(data[0], data[1])
 
 
 FITTING: dict[str, Any] = {
