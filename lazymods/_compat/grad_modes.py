@@ -214,11 +214,11 @@ class GradModeTrace(OperationByOperation):
 
 
 def _within(trace: Any) -> Any:
-    """Return the trace that an operation comes to after ``vmap``, recordings and runs without values."""
+    """Return the trace that an operation comes to after ``vmap``, recordings, runs without values and saved tensors."""
     while type(trace) is not GradModeTrace:
         if isinstance(trace, BatchTrace):
             trace = trace.parent_trace
-        elif isinstance(trace, OperationByOperation):
+        elif isinstance(trace, OperationByOperation) or hasattr(trace, "parent"):  # of a block of saved tensors
             trace = getattr(trace, "parent", EVAL)
         else:
             break

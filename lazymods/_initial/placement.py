@@ -21,6 +21,7 @@ from lazymods._initial import shards
 class _Local(threading.local):
     places: Mapping[int, tuple[Any, NamedSharding]] = {}  # by the placeholder's id: itself and its place
     current: NamedSharding | None = None  # of the value that an initializer is making
+    is_told: bool = True  # whether told_to_xla does what it is for
 
 
 _LOCAL = _Local()
@@ -74,13 +75,24 @@ def at_place(placeholder: Any, value: Any) -> Any:
     return value if place is None else shards.put(value, place)
 
 
+@contextlib.contextmanager
+def told_later() -> Iterator[None]:
+    """Let :func:`told_to_xla` return values as they are: what a load writes may still be put together with others."""
+    before, _LOCAL.is_told = _LOCAL.is_told, False
+    try:
+        yield
+    finally:
+        _LOCAL.is_told = before
+
+
 def told_to_xla(variable: Any, value: Any) -> Any:
     """Return a value for a Variable that stays where it is on a mesh when a transform carries it out of its trace.
 
     A value that was made outside of the trace is a constant there, of which XLA does not know where it was.
     """
     sharding = getattr(value, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or sharding.num_devices == 1 or _compat.is_tracer(value):
+    is_spread = isinstance(sharding, NamedSharding) and sharding.num_devices > 1 and not _compat.is_tracer(value)
+    if not is_spread or not _LOCAL.is_told:
         return value
     home = _compat.home_trace(variable)
     if home is _compat.eval_trace() or jax.sharding.get_abstract_mesh().manual_axes:

@@ -342,9 +342,19 @@ def raw_of(owner: Any) -> Any:
     return owner if kind_of(owner) is ARRAY else owner.get_raw_value()
 
 
+def value_outside(owner: Any) -> Any:
+    """Return the value of a Variable, or an array itself; of an argument of a transform, what it is outside of that."""
+    raw = raw_of(owner)
+    if not _compat.is_tracer(raw) or kind_of(owner) is ARRAY:
+        return raw
+    found = [v.get_raw_value() for v in _compat.incarnations(owner)]
+    arrays = (v for v in found if isinstance(v, jax.Array) and not _compat.is_tracer(v))
+    return next((v for v in arrays if v.shape == raw.shape), raw)
+
+
 def places_of(whole: Any) -> dict[str, Any]:
     """Return where the values of all blocks are, by their names in a block; of those that are bound to a place."""
-    found = {e.name: raw_of(e.value) for e in _graph.entries(whole)}
+    found = {e.name: value_outside(e.value) for e in _graph.entries(whole)}
     return {name: place for name, raw in found.items() if (place := stacked_values.place_of(raw)) is not None}
 
 
@@ -354,7 +364,9 @@ def _values_of(owner: Any, n: int, abstract: bool) -> list[Any]:
         return parts_of_pending(raw, n)
     if has_no_layers(owner):
         return [raw] * n
-    return stacked_values.parts(raw, n, abstract=abstract and not isinstance(owner, nnx.RngState))  # a load may move it
+    if isinstance(owner, nnx.RngState):  # a load may move it
+        return stacked_values.parts(raw, n)
+    return stacked_values.parts(value_outside(owner) if abstract else raw, n, abstract=abstract)
 
 
 # ---------------------------------------------------------------- writing back

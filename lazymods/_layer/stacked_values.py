@@ -27,6 +27,12 @@ def stack(values: Sequence[Any], place: Any = None) -> Any:
         values: The arrays.
         place: Where the result goes, a sharding; None: where they are.
     """
+    level = _compat.eval_trace() if _compat.are_concrete(values) else _compat.current_trace()
+    with _compat.at_trace(level):
+        return _stacked(values, place)
+
+
+def _stacked(values: Sequence[Any], place: Any) -> Any:
     first = values[0]
     if not isinstance(first, jax.Array) or not _compat.are_concrete(values) or is_key(first):
         place = None
@@ -41,15 +47,13 @@ def stack(values: Sequence[Any], place: Any = None) -> Any:
         return jax.ShapeDtypeStruct((len(values), *first.shape), first.dtype)
     if all(isinstance(v, np.ndarray) for v in values):
         return np.stack(values)
-    level = _compat.eval_trace() if _compat.are_concrete(values) else _compat.current_trace()
-    with _compat.at_trace(level):
-        if not all(map(_is_on_host, values)):
-            return jnp.stack(values)
-        if is_key(first):
-            data = np.stack([np.asarray(jax.random.key_data(k)) for k in values])
-            return jax.random.wrap_key_data(_put(data, first), impl=jax.random.key_impl(first))
-        whole = _memory.empty((len(values), *first.shape), first.dtype)
-        return _put(np.stack([np.asarray(v) for v in values], out=whole), first)
+    if not all(map(_is_on_host, values)):
+        return jnp.stack(values)
+    if is_key(first):
+        data = np.stack([np.asarray(jax.random.key_data(k)) for k in values])
+        return jax.random.wrap_key_data(_put(data, first), impl=jax.random.key_impl(first))
+    whole = _memory.empty((len(values), *first.shape), first.dtype)
+    return _put(np.stack([np.asarray(v) for v in values], out=whole), first)
 
 
 def stack_at(arrays: Sequence[jax.Array], sizes: Sequence[int], place: Any = None) -> jax.Array:
@@ -169,7 +173,7 @@ def place_of_parts(values: Sequence[Any], places: Iterable[Any]) -> Any:
 
 def _places_of_parts(array: Any, n: int) -> list[Any]:
     """Return where the parts of an array are to be; None where nobody has said where it is to be."""
-    if array.sharding is None or (isinstance(array, jax.Array) and not array.committed):
+    if _compat.is_tracer(array) or array.sharding is None or not getattr(array, "committed", True):
         return [None] * n
     is_named = isinstance(array.sharding, jax.sharding.NamedSharding)
     return shards.of_each(array.sharding, (n,)) if is_named else [array.sharding] * n

@@ -204,7 +204,11 @@ def with_optimizer(report: ShapeReport, model: Any, optimizer: Any) -> ShapeRepo
     else:
         got, needed = f"a {type(optimizer).__name__}", "an optax transformation, or the optimizer of the model"
         raise ArgumentError(Problem("optimizer=", got, needed, "optimizer=optax.adam(1e-3)"))
-    by_name = {f"{row.path}.{p.name}".lstrip("."): p for row in report.rows for p in row.parameters}
+    own = {f"{row.path}.{p.name}".lstrip("."): p for row in report.rows for p in row.parameters}
+    names: dict[int, list[str]] = {}
+    for entry in _graph.entries(model):
+        names.setdefault(id(entry.value), []).append(entry.name)
+    by_name = {alias: own[name] for same in names.values() for name in same if name in own for alias in same}
     chosen = [(path, variable, by_name[dotted(path)]) for path, variable in nnx.to_flat_state(nnx.state(model, wrt))]
     trained = {path: p for path, _, p in chosen if p.size is not None}
     abstract: Any = nnx.from_flat_state({path: _of_shape(v, p) for path, v, p in chosen if path in trained})

@@ -17,7 +17,7 @@ from lazymods._frames import entry
 from lazymods._refusals import refuse_uncallable
 from lazymods.autograd import variable_hooks
 from lazymods.autograd.freezing import trainable
-from lazymods.autograd.refusals import refuse_argnums, refuse_arguments, returning_scalar
+from lazymods.autograd.refusals import from_first, refuse_argnums, refuse_arguments, returning_scalar
 from lazymods.autograd.unreached import completed
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
@@ -58,30 +58,11 @@ def grad(
         >>> lm.autograd.grad(lambda z: jnp.abs(z).sum(), conjugate=True)(z)
         Array([0.6+0.8j], dtype=complex64)
     """
-    where = "lm.autograd.grad"
-    refuse_uncallable(where, fn)
-    refuse_argnums(where, argnums)
-    differentiate: Any = nnx.grad
-    of_fn = differentiate(returning_scalar(where, fn, has_aux), argnums=_of_trained(argnums), has_aux=has_aux)
 
-    @functools.wraps(fn)
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        try:
-            with _alone():
-                refuse_arguments(where, argnums, args, kwargs)
-                out = of_fn(*args, **kwargs)
-                found, *aux = out if has_aux else (out,)
-                if conjugate:
-                    found = _conjugated(found)
-                hooked = _hooked(fn, argnums, args, kwargs, found)
-            variable_hooks.run(hooked)
-            found = completed(where, found)
-            return (found, *aux) if has_aux else found
-        except Exception as error:
-            _compat.hide_frames(error)
-            raise
+    def gradient(value: Any, found: Any) -> Any:
+        return (found, value[1]) if has_aux else found
 
-    return gradient
+    return _differentiated("lm.autograd.grad", fn, argnums, has_aux, conjugate, gradient)
 
 
 @entry
@@ -110,28 +91,45 @@ def value_and_grad(
         >>> lm.autograd.value_and_grad(lambda x: (x**2).sum())(jnp.array([1.0, 2.0]))
         (Array(5., dtype=float32), Array([2., 4.], dtype=float32))
     """
-    where = "lm.autograd.value_and_grad"
+    return _differentiated("lm.autograd.value_and_grad", fn, argnums, has_aux, conjugate, lambda *both: both)
+
+
+def _differentiated(
+    where: str,
+    fn: Callable[..., Any],
+    argnums: Argnums,
+    has_aux: bool,
+    conjugate: bool,
+    result: Callable[[Any, Any], Any],
+) -> Callable[..., Any]:
+    """Return a function of the arguments of ``fn``, which returns what ``result`` makes of the value and the gradient.
+
+    Raises:
+        ArgumentError: If ``fn`` can't be called, or ``argnums`` are none.
+    """
     refuse_uncallable(where, fn)
     refuse_argnums(where, argnums)
-    differentiate: Any = nnx.value_and_grad
-    of_fn = differentiate(returning_scalar(where, fn, has_aux), argnums=_of_trained(argnums), has_aux=has_aux)
+    checked = returning_scalar(where, fn, has_aux)
 
     @functools.wraps(fn)
-    def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
+    def differentiated(*args: Any, **kwargs: Any) -> Any:
         try:
             with _alone():
-                refuse_arguments(where, argnums, args, kwargs)
-                value, found = of_fn(*args, **kwargs)
+                given, by_name = _by_position(fn, args, kwargs)
+                places = from_first(where, argnums, len(given))
+                refuse_arguments(where, places, given)
+                of_fn: Any = nnx.value_and_grad(checked, argnums=_of_trained(places), has_aux=has_aux)
+                value, found = of_fn(*given, **by_name)
                 if conjugate:
                     found = _conjugated(found)
-                hooked = _hooked(fn, argnums, args, kwargs, found)
+                hooked = _hooked(places, given, found)
             variable_hooks.run(hooked)
-            return value, completed(where, found)
+            return result(value, completed(where, found))
         except Exception as error:
             _compat.hide_frames(error)
             raise
 
-    return value_and_gradient
+    return differentiated
 
 
 def _of_trained(argnums: Argnums) -> Any:
@@ -145,12 +143,17 @@ def _alone() -> contextlib.AbstractContextManager[Any]:
     return variable_hooks.ALONE if _compat.current_trace() is _compat.eval_trace() else contextlib.nullcontext()
 
 
-def _hooked(fn: Callable[..., Any], argnums: Argnums, args: Any, kwargs: dict[str, Any], found: Any) -> Any:
+def _by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments by position, and those that can't be so given: nnx.grad counts those by keyword, too."""
+    if not kwargs:
+        return args, kwargs
+    bound = inspect.signature(fn).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args, bound.kwargs
+
+
+def _hooked(argnums: Argnums, args: tuple[Any, ...], found: Any) -> Any:
     """Return the Variables with hooks that a gradient was found for; while no other thread takes models apart."""
-    if kwargs:  # nnx.grad counts keyword arguments, too
-        bound = inspect.signature(fn).bind(*args, **kwargs)
-        bound.apply_defaults()
-        args = bound.args
     several = not isinstance(argnums, (int, nnx.DiffState))
     places = argnums if several else (argnums,)
     numbers = [n.argnum if isinstance(n, nnx.DiffState) else n for n in places]

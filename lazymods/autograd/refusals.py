@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -41,14 +42,37 @@ def refuse_argnums(where: str, argnums: Any) -> None:
         raise ArgumentError(Problem(f"{where}: argnums", got, needed, "argnums=0  # or argnums=(0, 1)"))
 
 
-def refuse_arguments(where: str, argnums: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def from_first(where: str, argnums: Any, count: int) -> Any:
+    """Return the places of arguments without negative numbers: for those nnx.grad knows no filter.
+
+    Args:
+        where: What they were given to.
+        argnums: Which arguments to differentiate by; what there is no argument for stays.
+        count: How many arguments there are.
+
+    Raises:
+        ArgumentError: If two places are one argument.
+    """
+
+    def counted(place: Any) -> Any:
+        if isinstance(place, nnx.DiffState):
+            return dataclasses.replace(place, argnum=counted(place.argnum))
+        return place + count if -count <= place < 0 else place
+
+    if isinstance(argnums, (int, nnx.DiffState)):
+        return counted(argnums)
+    places = tuple(map(counted, argnums))
+    refuse_argnums(where, places)
+    return places
+
+
+def refuse_arguments(where: str, argnums: Any, args: Sequence[Any]) -> None:
     """Refuse to differentiate by what has no derivative: integers, and modules of which all is frozen.
 
     Args:
         where: What the arguments were given to.
         argnums: Which of them to differentiate by.
         args: The arguments.
-        kwargs: Those by keyword, which nnx counts after the others.
 
     Raises:
         ArgumentError: If there is one; of all that there are.
@@ -56,9 +80,9 @@ def refuse_arguments(where: str, argnums: Any, args: Sequence[Any], kwargs: dict
     problems: list[Problem] = []
     for place in [argnums] if isinstance(argnums, (int, nnx.DiffState)) else argnums:
         number, selected = (place.argnum, place.filter) if isinstance(place, nnx.DiffState) else (place, trainable)
-        if -len(args) <= number < len(args):
+        if 0 <= number < len(args):
             problems += _reasons_against(f"{where}: argument {number}", args[number], selected)
-        elif not kwargs:
+        else:
             needed = f"a number below {len(args)}, the number of arguments"
             problems.append(Problem(f"{where}: argnums", describe(number), needed, "argnums=0  # for the first one"))
     if problems:
@@ -145,6 +169,7 @@ def returning_scalar(where: str, fn: Callable[..., Any], has_aux: bool) -> Calla
             raise ArgumentError(Problem(f"{where}: what fn returned", describe(value), needed, _line(value)))
         return out
 
+    del checked.__wrapped__  # nnx.grad would look for keyword arguments in the signature of fn
     return checked
 
 

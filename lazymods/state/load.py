@@ -24,7 +24,7 @@ from lazymods._errors import (
 from lazymods._graph import LOCAL, MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
 from lazymods._initial import placement
 from lazymods._initial.shards import put as put_on_mesh
-from lazymods._layer import contexts, held, lifecycle, param_dtypes, stacks, structure
+from lazymods._layer import blocks, contexts, held, lifecycle, param_dtypes, stacks, structure
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
 from lazymods._layer.drawing import note_draws
@@ -146,13 +146,15 @@ def load_entries(
             snapshot = snapshot or Snapshot(model)
             snapshot.keep(w.current for w in plan.writes.values() if is_buffer(w.current))
             with _compat.at_trace(home_trace(model)):  # what is written must outlive the current trace
-                _write(plan, origin)
-                if dtype is not None:
-                    param_dtypes.follow([node for _, node in _graph.nodes(model)])
-                LOCAL.apart.put_together(used_up=not after)
-                if origin.placing is not None and plan.leaves_some:
-                    with stacks.together():
-                        origin.placing.move_rest(Survey(model))
+                with placement.told_later():
+                    _write(plan, origin)
+                    if dtype is not None:
+                        param_dtypes.follow([node for _, node in _graph.nodes(model)])
+                    LOCAL.apart.put_together(used_up=not after)
+                    if origin.placing is not None and plan.leaves_some:
+                        with stacks.together():
+                            origin.placing.move_rest(Survey(model))
+                _tell_xla(model)
             _finish(plan, result, origin, after, strict=strict)
         except BaseException:
             LOCAL.apart.restore()
@@ -402,17 +404,12 @@ def _goals(plan: LoadPlan) -> dict[str, Any]:
     goals: dict[str, Any] = {}
     for name, write in plan.writes.items():
         if write.dtype is not None and not isinstance(write.current, np.ndarray):
-            current = _outside(write) if isinstance(write.current, Tracer) else write.current
+            current, place = write.current, write.place
+            if isinstance(current, Tracer) and isinstance(place.owner, nnx.Variable) and not place.leaf:
+                current = blocks.value_outside(place.owner)
             placed = isinstance(current, jax.Array) and not isinstance(current, Tracer) and current.committed
             goals[name] = current.sharding if placed or isinstance(current, jax.ShapeDtypeStruct) else None
     return goals
-
-
-def _outside(write: Write) -> Any:
-    """Return the value that a Variable has outside of the transforms that have it as an argument."""
-    owner = write.place.owner
-    found = _compat.incarnations(owner) if isinstance(owner, nnx.Variable) and not write.place.leaf else []
-    return next((raw for v in found if not isinstance(raw := v.get_raw_value(), Tracer)), write.current)
 
 
 def _placed(plan: LoadPlan, origin: Origin) -> dict[str, Any]:
@@ -479,10 +476,22 @@ def _is_weak_place(write: Write) -> bool:
     return slot is not None and slot.weak
 
 
+def _tell_xla(model: Any) -> None:
+    """Let what a load has written in a transform stay where it is on a mesh, also stacks."""
+    if home_trace(model) is _compat.eval_trace():
+        return
+    with stacks.together():
+        for variable in _graph.variables(model):
+            raw = variable.get_raw_value()
+            told = raw if isinstance(raw, _compat.REFERENCES) else placement.told_to_xla(variable, raw)
+            if told is not raw:
+                _compat.SET_RAW(variable, told)
+
+
 def _put(model: Any, write: Write, value: Any) -> None:
     place = write.place
     if not place.lazy:
-        place.write(placement.told_to_xla(place.owner, value) if isinstance(place.owner, nnx.Variable) else value)
+        place.write(value)
     elif not isinstance(place.owner, UninitializedArray):
         place.owner.become(value)
     elif kind_of(place.holder) in (NODE, MAPPING) or isinstance(place.holder, list):

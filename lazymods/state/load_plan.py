@@ -53,8 +53,8 @@ class Write(NamedTuple):
 
 
 def is_spread_place(place: Place) -> bool:
-    """Whether the array that is there lies on several devices."""
-    return not place.lazy and is_spread(place.value)
+    """Whether the array that is there lies on several devices; random keys are made whole."""
+    return not place.lazy and is_spread(place.value) and not is_key(place.value)
 
 
 class LoadPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from lazymods._errors import Problem
 from lazymods._graph import NODE, Path, kind_of
 from lazymods._initial.keys import is_key
 from lazymods._initial.shards import is_at, put
+from lazymods._initial.stacking import Shape
 from lazymods._layer import stacks
 from lazymods._layer.blocks import with_axis
 from lazymods._refusals import ArgumentError
@@ -56,19 +58,22 @@ class Placing(NamedTuple):
         chosen = {t.place.name: t for t in targets if self._moves(t.place)}
         names = _RuleNames(survey)
         layers = stacks.layers_of(survey.nodes)
-        shapes: dict[str, tuple[int, ...]] = {}  # of what is no optimizer's, by the names that rules see
+        known: dict[str, _Known] = {}  # what is no optimizer's, by each of its names
         for name, target in chosen.items():
             if not names.is_of_optimizer(name):
-                layer = layers.of(names.first(target.place), target.place.owner)
-                shapes.setdefault(names.cut(layer.name), (*layer.sizes, *target.shape))
+                found_at = [layers.of(n, target.place.owner) for n in names.all_of(target.place)]
+                seen = [names.cut(layer.name) for layer in found_at]
+                shape = (*found_at[0].sizes, *target.shape)
+                known |= {n: _Known(seen[0], shape) for n in seen if n not in known}
+        beginnings = names.beginnings({name: target.shape for name, target in chosen.items()}, known)
         found: dict[str, NamedSharding] = {}
         asked: dict[str, Named] = {}
         inside: dict[str, stacks.Layer] = {}
         for name, target in chosen.items():
-            layer = layers.of(names.first(target.place), target.place.owner)
+            layer = layers.of(names.all_of(target.place)[0], target.place.owner)
             seen = names.cut(layer.name)
             if names.is_of_optimizer(name):
-                seen = _parameter(names.parameter_of(name), target.shape, shapes)
+                seen = names.seen_of_optimizer(name, target.shape, beginnings, known)
                 if seen is None:  # a count, or the statistics of a row
                     found[name] = NamedSharding(self.mesh, PartitionSpec())
                     continue
@@ -157,29 +162,20 @@ def _metadata(place: Place) -> dict[str, Any]:
     return place.owner.get_metadata() if isinstance(place.owner, nnx.Variable) and not place.leaf else {}
 
 
-def _parameter(name: str | None, shape: tuple[int, ...], shapes: dict[str, tuple[int, ...]]) -> str | None:
-    """Return the parameter that an entry of an optimizer is for; None if it is for none, or has another shape.
+class _Known(NamedTuple):
+    """A parameter as rules see it: by its first name, with the axes of the stacks that it is in."""
 
-    Args:
-        name: The parameter's name, from the module on that the optimizer is for.
-        shape: The entry's shape.
-        shapes: The shapes of parameters, by name.
-    """
-    if name is None or not shape:
-        return None
-    candidates = [n for n in shapes if n == name or n.endswith(f".{name}")]
-    if not candidates:
-        return name  # the optimizer alone is loaded
-    return next((n for n in candidates if shapes[n] == shape), None)
+    first: str
+    shape: Shape
 
 
 class _RuleNames:
     """The names that rules see: a tie's first one, in a training state without the key of what it is in."""
 
     def __init__(self, survey: Survey) -> None:
-        self._first: dict[Any, str] = {}
+        self._names: dict[Any, list[str]] = {}
         for place in survey.places.values():
-            self._first.setdefault(place.identity, place.name)
+            self._names.setdefault(place.identity, []).append(place.name)
         self._cuts: list[str] = []
         self._is_state = kind_of(survey.model) is not NODE
         self._states: list[str] = []
@@ -192,9 +188,9 @@ class _RuleNames:
                 self._optimizers.append(prefix_of(path))
                 self._states += _states_in(node, path)
 
-    def first(self, place: Place) -> str:
-        """Return the name of a place, of a tie its first one."""
-        return self._first[place.identity]
+    def all_of(self, place: Place) -> list[str]:
+        """Return the names of a place: of a tie there are several."""
+        return self._names[place.identity]
 
     def cut(self, name: str) -> str:
         """Return a name without the key, in a training state, of what it is in."""
@@ -207,7 +203,37 @@ class _RuleNames:
         """Whether an entry is part of an optimizer's state."""
         return name.startswith(tuple(self._optimizers))
 
-    def parameter_of(self, name: str) -> str | None:
+    def beginnings(self, entries: Mapping[str, Shape], known: Mapping[str, _Known]) -> dict[str, str]:
+        """Return what the names of the parameters begin with that each optimizer is for: where most entries fit.
+
+        Args:
+            entries: The shapes of all entries, by name.
+            known: The parameters by each of the names that rules see.
+        """
+        found: dict[tuple[str | None, Shape], list[str]] = {}
+        for name, parameter in known.items():
+            parts = name.split(".")
+            for i in range(len(parts)):
+                found.setdefault((".".join(parts[i:]), parameter.shape), []).append(".".join([*parts[:i], ""]))
+        out = {}
+        for optimizer in self._optimizers:
+            own = [(self._parameter_of(n), shape) for n, shape in entries.items() if n.startswith(optimizer)]
+            fits = collections.Counter(beginning for entry in own for beginning in found.get(entry, ()))
+            out[optimizer] = min(fits, key=lambda b: (-fits[b], len(b)), default="")
+        return out
+
+    def seen_of_optimizer(
+        self, name: str, shape: Shape, beginnings: Mapping[str, str], known: Mapping[str, _Known]
+    ) -> str | None:
+        """Return the parameter that an entry of an optimizer is for; None if it is for none, or has another shape."""
+        parameter = self._parameter_of(name)
+        if parameter is None or not shape:
+            return None
+        own = next(b for optimizer, b in beginnings.items() if name.startswith(optimizer)) + parameter
+        found = known.get(own, _Known(own, shape))
+        return found.first if found.shape == shape else None
+
+    def _parameter_of(self, name: str) -> str | None:
         """Return the name of the parameter that an optimizer's entry is for; None if it is for none."""
         prefix = max((s for s in self._states if name.startswith(s)), key=len, default=None)
         return None if prefix is None else name.removeprefix(prefix)

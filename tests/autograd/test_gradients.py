@@ -1,6 +1,7 @@
 """lm.autograd: which parameters get a gradient, and by which convention; nnx, jax and closed forms are the oracle."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -157,6 +158,43 @@ def test_gradients_and_mutations_are_those_of_nnx(options: dict[str, Any], jit: 
         jit(nnx.value_and_grad(loss, **options))(other, X),
     )
     assert_same(nnx.state(model), nnx.state(other))
+
+
+def test_places_from_the_end_are_those_that_are_given() -> None:
+    def of_both(x: jax.Array, model: Net, scale: float = 2.0) -> jax.Array:
+        return loss(model, x) * scale
+
+    model = Net()
+    lm.autograd.requires_grad_(model.first, False)
+    want = nnx.grad(of_both, argnums=nnx.DiffState(1, lm.trainable))(X, Net())
+    del want["first"]
+    assert_same(lm.autograd.grad(of_both, argnums=-1)(X, model), want)
+    assert_same(lm.autograd.grad(of_both, argnums=nnx.DiffState(-1, lm.trainable))(X, model), want)
+    value, (by_model, by_x) = lm.autograd.value_and_grad(of_both, argnums=(-1, 0))(X, model)
+    assert_same(by_model, want)
+    assert_same((value, by_x), jax.value_and_grad(lambda x: of_both(x, Net()))(X))
+    with pytest.raises(lm.ArgumentError, match="with 1 twice"):
+        lm.autograd.grad(of_both, argnums=(1, -1))(X, model)
+
+
+def test_hooks_of_the_last_argument() -> None:
+    model = Net()
+    lm.autograd.register_hook(model.last.kernel, lambda grad: grad * 0)
+    grads = lm.autograd.grad(lambda x, model: loss(model, x), argnums=-1)(X, model)
+    assert_same(grads["last"]["kernel"][...], jnp.zeros((5, 2)))
+
+
+def test_a_partial_function_and_arguments_by_keyword_alone() -> None:
+    def scaled(model: Net, x: jax.Array, scale: float) -> jax.Array:
+        return loss(model, x) * scale
+
+    def by_keyword(model: Net, x: jax.Array = X, *, scale: float = 3.0) -> jax.Array:
+        return loss(model, x) * scale
+
+    want = nnx.grad(lambda model: loss(model) * 3)(Net())
+    assert_same(lm.autograd.grad(functools.partial(scaled, scale=3.0))(Net(), X), want)
+    assert_same(lm.autograd.grad(functools.partial(scaled, x=X, scale=3.0))(Net()), want)
+    assert_same(lm.autograd.value_and_grad(by_keyword)(Net())[1], want)
 
 
 def test_what_else_a_function_returns_is_handed_on() -> None:

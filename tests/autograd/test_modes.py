@@ -55,6 +55,8 @@ BETWEEN: dict[str, Callable[[Any], Any]] = {
     "jit of vmap": lambda f: jax.jit(jax.vmap(f)),
     "shard_map": lambda f: jax.shard_map(f, mesh=MESH, in_specs=P("i"), out_specs=P("i")),
     "lm.jit": lm.jit,
+    "saved tensors": lambda f: ag.saved_tensors_hooks(lambda a: a, lambda kept: kept)(f),
+    "jit of saved tensors": lambda f: jax.jit(ag.save_as(jnp.float32)(f)),
 }
 AROUND: dict[str, Callable[[Any], Any]] = {
     "grad": lambda f: jax.grad(lambda x: f(x).sum()),

@@ -108,3 +108,32 @@ def test_a_load_inside_a_transform(given: bool) -> None:
     for name, value in values.items():
         assert_placed(arrays(model)[name], mesh, SHARDED[name], name)
         np.testing.assert_array_equal(arrays(model)[name], value)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.fc = lm.LazyLinear(16, rngs=rngs)
+        self.out = lm.LazyLinear(8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.out(self.fc(x))
+
+
+def stack(seed: int) -> Any:
+    return nnx.Dict(blocks=lm.Stack(Block, 4, rngs=nnx.Rngs(seed)))
+
+
+@pytest.mark.parametrize("spec", [P("layers", None, "model"), P(None, "model"), P()], ids=str)
+@pytest.mark.parametrize("way", ["lazy", "ready", "where it is"])
+def test_a_load_of_a_stack_inside_a_transform(way: str, spec: Any) -> None:
+    mesh, x = mesh_of(layers=2, model=4), jnp.ones((4, 8))
+    want, model = stack(3), stack(0)
+    want["blocks"](x)
+    values = {name: np.asarray(value) for name, value in lm.state_dict(want).items()}
+    where: dict[str, Any] = {"mesh": mesh, "rules": [("fc.kernel", spec)]}
+    if way != "lazy":
+        lm.materialize(model["blocks"], x, **where if way == "where it is" else {})
+    nnx.jit(lambda m: lm.load(m, values, **{} if way == "where it is" else where) and None)(model)
+    assert_placed(model["blocks"].blocks_as_one.fc.kernel.get_value(), mesh, spec)
+    for name, value in lm.state_dict(model).items():
+        np.testing.assert_array_equal(value, values[name])

@@ -1,5 +1,6 @@
 """``load`` on a mesh: values of numpy and of one device, in the places that the rules say, from every format."""
 
+import functools
 import os
 import shutil
 from pathlib import Path
@@ -278,6 +279,42 @@ def test_an_optimizer_beside_its_model_in_a_module_and_alone(tmp_path: Path) -> 
     lm.save(want.optimizer, tmp_path / "o.npz")
     lm.load(got.optimizer, tmp_path / "o.npz", mesh=mesh, rules=[(r"^fc1\.kernel", P("data"))])
     assert_placed(got.optimizer.opt_state[0].nu.fc1.kernel.get_value(), mesh, P("data"))
+
+
+class Named(nnx.Module):
+    """Parameters of one shape, whose names end alike; and a tie that nnx.state has by its other name."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.block = nnx.Dict(proj=nnx.Linear(8, 8, rngs=rngs))
+        self.proj = nnx.Linear(8, 8, rngs=rngs)
+        self.z = nnx.Linear(8, 8, rngs=rngs)
+        self.again = nnx.Linear(8, 8, rngs=rngs)
+        self.again.kernel = self.z.kernel
+
+
+@pytest.mark.parametrize("begin", ["", "net."])
+def test_an_optimizers_state_goes_where_the_parameter_of_its_whole_name_goes(begin: str, tmp_path: Path) -> None:
+    class Trainer(nnx.Module):
+        def __init__(self) -> None:
+            self.net = Named()
+            self.optimizer = nnx.Optimizer(self.net, optax.adam(1e-2), wrt=nnx.Param)
+
+    def state() -> Any:
+        trainer = Trainer()
+        return trainer if begin else {"model": trainer.net, "optimizer": trainer.optimizer}
+
+    mesh, got = mesh_of(data=4, model=2), state()
+    lm.save(state(), tmp_path / "s.npz")
+    places = {"block.proj": P("data"), "proj": P(None, "model"), "z": P("model", "data")}
+    lm.load(got, tmp_path / "s.npz", mesh=mesh, rules=[(rf"^{begin}{n}\.kernel", s) for n, s in places.items()])
+    net, optimizer = (got.net, got.optimizer) if begin else (got["model"], got["optimizer"])
+    for name, spec in places.items():
+        path = [*name.split("."), "kernel"]
+        for held in (net, optimizer.opt_state[0].mu, optimizer.opt_state[0].nu):
+            keys = path if held is net or name != "z" else ["again", "kernel"]
+            value = functools.reduce(lambda v, k: v[k] if hasattr(v, "keys") else getattr(v, k), keys, held)
+            assert_placed(value.get_value(), mesh, spec, name)
 
 
 def test_two_models_of_one_state(tmp_path: Path) -> None:

@@ -51,6 +51,21 @@ def test_dtypes_and_shapes(name: str, tmp_path: Path) -> None:
         assert (array.dtype, np.asarray(array).tobytes()) == (values[path].dtype, values[path].tobytes()), path
 
 
+@pytest.mark.parametrize("name", ["k.safetensors", "k.npz", "k"])
+def test_random_keys_that_are_spread(name: str, tmp_path: Path) -> None:
+    def model(seed: int) -> Any:
+        return nnx.Dict(keys=nnx.Variable(jax.random.split(jax.random.key(seed), 8)), w=nnx.Param(jnp.full(8, seed)))
+
+    mesh, want, got = mesh_of(data=4, model=2), model(1), model(2)
+    place = jax.NamedSharding(mesh, P("data"))
+    got["keys"].set_value(jax.device_put(got["keys"].get_value(), place))
+    lm.save(want, tmp_path / name)
+    lm.load(got, tmp_path / name, mesh=mesh, rules=[("", P("data"))])
+    assert got["keys"].get_value().sharding == place
+    data = [jax.random.key_data(m["keys"].get_value()) for m in (got, want)]
+    np.testing.assert_array_equal(data[0], data[1])
+
+
 FITTING: dict[str, Any] = {
     "whole": np.arange(32, dtype=np.int64).reshape(8, 4),
     "yes": np.ones(8, np.int32),

@@ -106,6 +106,21 @@ def test_tied_parameters_count_once():
     assert report.total_optimizer_bytes_per_device == 2 * one + STEPS + 4
 
 
+def test_a_shared_layer_counts_once_whatever_its_names():
+    class Shared(nnx.Module):
+        def __init__(self):
+            self.z = lm.LazyLinear(64, use_bias=False, rngs=nnx.Rngs(0))
+            self.a = self.z  # the first name to nnx.state, which sorts them
+
+        def __call__(self, x):
+            return self.z(self.a(x))
+
+    plan = lm.infer_shapes(Shared(), X, mesh=POD, rules=[("^z", P("data"))], optimizer=optax.adam(1e-3))
+    one = 64 * 64 * 4 // 4
+    assert plan.total_bytes_per_device == plan.total_gradient_bytes_per_device == one
+    assert plan.total_optimizer_bytes_per_device == 2 * one + STEPS + 4
+
+
 def test_layers_that_are_not_reached_are_unknown():
     class Half(nnx.Module):
         def __init__(self):
