@@ -175,3 +175,28 @@ def test_inside_of_jax_jit_a_decision_is_an_error_of_jax() -> None:
     with pytest.raises(jax.errors.TracerBoolConversionError):
         jax.jit(lambda x: f(x))(jnp.ones(2))
     np.testing.assert_array_equal(f(-jnp.ones(2)), np.ones(2))
+
+
+def test_what_a_path_writes_twice_is_donated_once() -> None:
+    class Two(nnx.Module):
+        def __init__(self) -> None:
+            self.a, self.b = nnx.Variable(jnp.zeros(3)), nnx.Variable(jnp.ones(3))
+
+    @lm.jit
+    def both(m: Two, x: jax.Array) -> None:
+        y = x * 2 if x.sum() > 0 else x
+        m.a.set_value(y)
+        m.b.set_value(y)
+
+    @lm.jit(donate_state=True)
+    def grow(m: Two) -> None:
+        m.a[...], m.b[...] = m.a[...] + 1, m.b[...] + 2
+
+    model = Two()
+    for _ in range(4):
+        grow(model)
+    for _ in range(3):
+        both(model, jnp.ones(3))
+        grow(model)
+        np.testing.assert_array_equal(model.a[...], np.full(3, 3.0))
+        np.testing.assert_array_equal(model.b[...], np.full(3, 4.0))
