@@ -17,7 +17,7 @@ import copy
 import functools
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from flax import nnx
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem
 from lazymods._objects.attributes import has_hidden_state, new_object, new_tuple, slots_of
+from lazymods._objects.module_attributes import attribute, swapped
 from lazymods._objects.reached import global_names, in_cell, is_jit, is_library, parts_of_callable
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import Reads, TracedState, contents_of, held_by, put_item
@@ -159,7 +160,7 @@ class Copies:
     def swapped(self) -> Iterator[None]:
         """Let attributes of modules and classes hold copies; at the end, look at what the function rebound."""
         try:
-            with _swapped(self._swaps), _noted(self._noting):
+            with swapped(self._swaps), _noted(self._noting):
                 yield
         finally:
             for names in self._globals.values():
@@ -392,55 +393,6 @@ def _rebinds(name: str) -> LazyError:
     )
 
 
-# ---------------------------------------------------------------- attributes of modules and classes
-
-
-_SWAPPING = threading.RLock()  # of the thread in whose trace some hold copies
-_SWAPPED: dict[tuple[int, str], tuple[int, Any, Any, int]] = {}  # that thread, what is held otherwise, how, how often
-_SWAPPED_LOCK = threading.Lock()
-
-
-def attribute(owner: Any, name: str, default: Any = None) -> Any:
-    """Return what an attribute of a module or class holds, and not its copy in the trace of another thread."""
-    with _SWAPPED_LOCK:
-        thread, value, *_ = _SWAPPED.get((id(owner), name), (None, None))
-        return getattr(owner, name, default) if thread in (None, threading.get_ident()) else value
-
-
-def wait_for_attributes() -> None:
-    """Wait until no attribute holds a copy; to be called with no lock held that a trace may want."""
-    with _SWAPPING:
-        pass
-
-
-@contextlib.contextmanager
-def _swapped(swaps: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Let attributes hold copies. Where two threads do so at once, one fails, and all is as it was in the end."""
-    if not swaps:
-        yield
-        return
-    is_alone, before = _SWAPPING.acquire(blocking=False), []
-    with _SWAPPED_LOCK:
-        for owner, name, twin in swaps:
-            held = vars(owner)[name]
-            before.append((owner, name, held))
-            new = (threading.get_ident(), getattr(owner, name), held, 0)
-            thread, value, otherwise, count = _SWAPPED.get((id(owner), name), new)
-            _SWAPPED[id(owner), name] = (thread, value, otherwise, count + 1)
-            setattr(owner, name, staticmethod(twin) if isinstance(held, staticmethod) else twin)
-    try:
-        yield
-    finally:
-        with _SWAPPED_LOCK:
-            for owner, name, held in reversed(before):
-                thread, value, otherwise, count = _SWAPPED.pop((id(owner), name))
-                setattr(owner, name, held if count > 1 else otherwise)
-                if count > 1:
-                    _SWAPPED[id(owner), name] = (thread, value, otherwise, count - 1)
-        if is_alone:
-            _SWAPPING.release()
-
-
 # ---------------------------------------------------------------- what is read
 
 
@@ -482,6 +434,15 @@ def _noted(noting: dict[type, _Noting]) -> Iterator[None]:
                 _READING[cls] = tuple(other for other in _READING[cls] if other is not own)
                 if not _READING[cls]:
                     del _READING[cls], cls.__getattribute__
+
+
+def pass_reads_on(reads: Reads, nodes: Iterable[Any]) -> None:
+    """Let the traces around a call note what its program has read of their copies."""
+    for node in nodes:
+        for ids, names in _READING.get(type(node), ()):
+            if id(node) in ids:
+                known = reads.of(type(node))
+                names.update(("__dict__",) if known is None else known)
 
 
 def _reading(cls: type) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lazymods._objects.attributes import slots_of
-from lazymods._objects.copies import attribute
+from lazymods._objects.module_attributes import attribute
 from lazymods._objects.reached import (
     MISSING,
     global_names,

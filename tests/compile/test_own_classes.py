@@ -3,6 +3,7 @@
 import collections
 import decimal
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,8 @@ def net() -> nnx.Linear:
 
 
 class Options:
+    best: Any
+
     def __init__(self) -> None:
         self.scale, self.model, self.calls = 2.0, net(), 0
 
@@ -239,3 +242,37 @@ def test_a_shape_and_dtype_is_a_static_value() -> None:
         np.testing.assert_allclose(y, model.layer(X) + 1, rtol=1e-6)
         assert spec == model.spec and model.last == jax.ShapeDtypeStruct((2, 3), jnp.float32)
     assert f.cache_info().currsize <= 3
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["", "called before"])
+def test_what_an_inner_function_reads_counts_for_the_outer_one(before: bool) -> None:
+    helpers: Any = types.ModuleType("helpers")
+    helpers.options, plain = Options(), Options()
+
+    @lm.jit
+    def inner(x: jax.Array) -> jax.Array:
+        helpers.options.best = x.sum()
+        return helpers.options.model(x) * helpers.options.scale
+
+    if before:
+        inner(X)
+    outer = lm.jit(lambda x: inner(x) + 1)
+    for scale in (1.0, 3.0, 1.0):
+        helpers.options.scale = plain.scale = scale
+        np.testing.assert_allclose(outer(X * scale), plain.model(X * scale) * scale + 1, rtol=1e-5)
+        np.testing.assert_allclose(helpers.options.best, (X * scale).sum(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_an_inner_function_shares_a_variable(shared: bool) -> None:
+    options, model = Options(), net()
+
+    def step(model: Any, x: jax.Array) -> jax.Array:
+        if shared:
+            options.model.bias = model.bias
+        return options.model(x)
+
+    outer = lm.jit(lambda model, x: lm.jit(step)(model, x))
+    for _ in range(2):
+        np.testing.assert_allclose(outer(model, X), options.model(X), rtol=1e-6)
+        assert (options.model.bias is model.bias) is shared
