@@ -15,6 +15,7 @@ from lazymods._graph import ARRAY, NODE, OTHER, STATE, VARIABLE, kind_of
 from lazymods._initial import draws
 
 _exhaust = collections.deque(maxlen=0).extend
+_SEQUENCES = (list, collections.deque, bytearray)
 
 
 def refill(held: Any, contents: Any) -> None:
@@ -22,7 +23,7 @@ def refill(held: Any, contents: Any) -> None:
 
     Both steps are one call of a function in C, so that no other thread finds the container empty.
     """
-    put = held.extend if hasattr(held, "extend") else held.update
+    put = held.extend if isinstance(held, _SEQUENCES) else held.update  # a dict may have any attribute
     _exhaust(map(operator.call, (held.clear, functools.partial(put, contents))))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _POINTER = tuple.__itemsize__
@@ -40,6 +40,11 @@ def new_object(cls: type) -> Any:
     """Return an object of a class without running its constructor or its own ``__new__``."""
     base: Any = next(base for base in cls.__mro__ if not base.__flags__ & _HEAP)
     return base.__new__(cls)
+
+
+def new_tuple(cls: Any, parts: Iterable[Any]) -> Any:
+    """Return a tuple of a class without running its own ``__new__``, which may want other arguments."""
+    return cls(parts) if hasattr(cls, "n_sequence_fields") else tuple.__new__(cls, parts)  # one of the interpreter's
 
 
 class Attributes(dict[str, Any]):

@@ -15,8 +15,9 @@ import abc
 import contextlib
 import copy
 import functools
+import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -24,17 +25,11 @@ from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem
-from lazymods._objects.attributes import has_hidden_state, new_object, slots_of
+from lazymods._objects.attributes import has_hidden_state, new_object, new_tuple, slots_of
+from lazymods._objects.module_attributes import attribute, swapped
 from lazymods._objects.reached import global_names, in_cell, is_jit, is_library, parts_of_callable
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import Reads, TracedState, contents_of, held_by, put_item
-
-_ORIGINAL = "_lazymods__original_class"
-
-
-def class_of(value: Any) -> type:
-    """Return the class of a value; of a copy that notes what is read, the class of its original."""
-    return vars(type(value)).get(_ORIGINAL, type(value))
 
 
 class Copies:
@@ -61,7 +56,7 @@ class Copies:
         self._cells: list[tuple[Any, Any, str]] = []
         self._swaps: list[tuple[Any, str, Any]] = []
         self._touched: dict[int, bool] = {}
-        self._tracked: dict[type, type] = {}
+        self._noting: dict[type, _Noting] = {}
         self.begun: dict[int, Any] = {}
         self._renewed: set[int] = set()
         self._own: dict[int, dict[str, Any]] = {}  # what the function has written to a layer before its first call
@@ -156,7 +151,7 @@ class Copies:
 
     def swap(self, owner: Any, name: str) -> None:
         """Let an attribute of a module or class hold the twin of what it holds, while :meth:`swapped` lasts."""
-        value = getattr(owner, name)
+        value = attribute(owner, name)
         twin = self.of(value)
         if twin is not value:
             self._swaps.append((owner, name, twin))
@@ -164,14 +159,10 @@ class Copies:
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
         """Let attributes of modules and classes hold copies; at the end, look at what the function rebound."""
-        before = [(owner, name, getattr(owner, name)) for owner, name, _ in self._swaps]
-        for owner, name, twin in self._swaps:
-            setattr(owner, name, twin)
         try:
-            yield
+            with swapped(self._swaps), _noted(self._noting):
+                yield
         finally:
-            for owner, name, value in before:
-                setattr(owner, name, value)
             for names in self._globals.values():
                 names.write_back()
         for cell, twin, name in self._cells:
@@ -193,7 +184,7 @@ class Copies:
             parts = [self.of(v) for v in value]
             if all(a is b for a, b in zip(parts, value, strict=True)):
                 return value
-            made = type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+            made = new_tuple(type(value), parts)
             vars(made).update(vars(value)) if type(value).__dictoffset__ else None
             return made
         if kind is TokenKind.METHOD:
@@ -294,7 +285,10 @@ class Copies:
         twin = self._empty(node)
         self._note(node, twin)
         if kind_of(node) > TokenKind.OBJECT and type(node).__dictoffset__:
-            self._note(vars(node), vars(twin))
+            if vars(node) is node:  # a dict whose attributes are its items
+                object.__setattr__(twin, "__dict__", twin)
+            else:
+                self._note(vars(node), vars(twin))
 
     def _empty(self, node: Any) -> Any:
         kind = kind_of(node)
@@ -313,11 +307,10 @@ class Copies:
         cls = type(node)
         if has_hidden_state(cls):
             return copy.copy(node)
+        twin = new_object(cls)
         if self._reads is not None and notes_reads(cls):
-            if cls not in self._tracked:
-                self._tracked[cls] = _tracking(cls, self._reads.begin(cls))
-            cls = self._tracked[cls]
-        return new_object(cls)
+            self._noting.setdefault(cls, (set(), self._reads.begin(cls)))[0].add(id(twin))
+        return twin
 
     def _fill(self, node: Any, contents: Any) -> None:
         twin = self._memo[id(node)]
@@ -403,17 +396,21 @@ def _rebinds(name: str) -> LazyError:
 # ---------------------------------------------------------------- what is read
 
 
+_Noting = tuple[set[int], set[str]]  # the ids of some objects of a class, and the names that are read of them
+_READING: dict[type, tuple[_Noting, ...]] = {}  # the classes that note it now
+_READING_LOCK = threading.Lock()
+
+
 @functools.lru_cache(maxsize=4096)
 def notes_reads(cls: type) -> bool:
     """Whether it can be seen which attributes of the objects of a class are read.
 
-    Not if the class reads them in a way of its own, or if a subclass would be known: to a metaclass, to
-    ``__init_subclass__``, to JAX as a pytree.
+    Not if the class or its metaclass has a way of its own to read or write them, or if it is a pytree of JAX.
     """
     if type(cls) not in (type, abc.ABCMeta) or is_library(cls.__module__) or has_hidden_state(cls):
         return False
-    own = [name for base in cls.__mro__[:-1] for name in vars(base)]
-    if "__getattribute__" in own or "__init_subclass__" in own:
+    own = [vars(base).get("__getattribute__") for base in cls.__mro__[:-1]]
+    if any(f is not None and getattr(f, "__module__", None) != __name__ for f in own):
         return False
     try:
         return jax.tree_util.all_leaves([new_object(cls)])
@@ -421,20 +418,40 @@ def notes_reads(cls: type) -> bool:
         return False
 
 
-def _tracking(cls: type, names: set[str]) -> type:
+@contextlib.contextmanager
+def _noted(noting: dict[type, _Noting]) -> Iterator[None]:
+    """Let classes note what is read of some of their objects: a subclass that does so would be another ``type(x)``."""
+    with _READING_LOCK:
+        for cls, own in noting.items():
+            if cls not in _READING:
+                cls.__getattribute__ = _reading(cls)  # type: ignore[method-assign]
+            _READING[cls] = (*_READING.get(cls, ()), own)
+    try:
+        yield
+    finally:
+        with _READING_LOCK:
+            for cls, own in noting.items():
+                _READING[cls] = tuple(other for other in _READING[cls] if other is not own)
+                if not _READING[cls]:
+                    del _READING[cls], cls.__getattribute__
+
+
+def pass_reads_on(reads: Reads, nodes: Iterable[Any]) -> None:
+    """Let the traces around a call note what its program has read of their copies."""
+    for node in nodes:
+        for ids, names in _READING.get(type(node), ()):
+            if id(node) in ids:
+                known = reads.of(type(node))
+                names.update(("__dict__",) if known is None else known)
+
+
+def _reading(cls: type) -> Any:
+    read: Any = cls.__getattribute__
+
     def __getattribute__(self: Any, name: str) -> Any:  # noqa: N807
-        if name == "__class__" and type(self) is made:
-            return cls
-        names.add(name)
+        for ids, names in _READING.get(cls, ()):
+            if id(self) in ids:
+                names.add(name)
         return read(self, name)
 
-    read: Any = cls.__getattribute__
-    body = {
-        "__slots__": (),
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__getattribute__": __getattribute__,
-        _ORIGINAL: cls,
-    }
-    made = type(cls)(cls.__name__, (cls,), body)
-    return made
+    return __getattribute__

@@ -7,6 +7,8 @@ which it is, is found out once for each.
 
 from __future__ import annotations
 
+import dis
+import functools
 import itertools
 import sys
 import types
@@ -106,6 +108,16 @@ def global_names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from global_names(constant)
+
+
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+
+
+@functools.lru_cache(maxsize=4096)
+def loaded_names(code: types.CodeType) -> frozenset[str]:
+    """Return the names that code, and code inside it, looks up as globals."""
+    found = {step.argval for step in dis.get_instructions(code) if step.opname in _LOADS}
+    return frozenset(found.union(*(loaded_names(c) for c in code.co_consts if isinstance(c, types.CodeType))))
 
 
 # ---------------------------------------------------------------- which hold a model

@@ -61,7 +61,7 @@ def kind_of_type(cls: type) -> TokenKind:
         return TokenKind.VARIABLE
     if issubclass(cls, nnx.Pytree):
         return TokenKind.NODE
-    if issubclass(cls, (jax.Array, Tracer, np.ndarray, jax.ShapeDtypeStruct)) or hasattr(cls, "aval"):
+    if issubclass(cls, (jax.Array, Tracer, np.ndarray)) or hasattr(cls, "aval"):
         return TokenKind.ARRAY
     for kind, bases in _BUILTIN.items():
         if issubclass(cls, bases):
@@ -142,8 +142,8 @@ def token(value: Any) -> Hashable:
         return (cls, value.real.hex(), value.imag.hex())
     if cls is HashableMapping:  # flax's names of data attributes, never changed
         return (cls, frozenset(value.items()))
-    if isinstance(value, np.dtype):
-        return (np.dtype, value)
+    if isinstance(value, (np.dtype, jax.ShapeDtypeStruct)):
+        return (np.dtype if isinstance(value, np.dtype) else cls, value)
     if isinstance(value, np.generic):
         return (cls, value.tobytes(), value.dtype)  # a time has its unit in its dtype
     if cls is frozenset:

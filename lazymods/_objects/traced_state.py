@@ -21,7 +21,7 @@ from flax import nnx
 from lazymods import _compat
 from lazymods._graph import STATE as LAZY
 from lazymods._initial.pending import PendingInit
-from lazymods._objects.attributes import has_hidden_state, slots_of
+from lazymods._objects.attributes import has_hidden_state, new_tuple, slots_of
 from lazymods._objects.reached import held_by, holds_model, is_looked_into, names_in_callable, parts_of_callable
 from lazymods._objects.tokens import SameObject, TokenKind, kind_of, token
 
@@ -264,6 +264,5 @@ def input_of(value: Any) -> Any:
 def with_inputs(value: Any, inputs: Any) -> Any:
     """Return what a slot holds with other arrays; the inverse of :func:`input_of`."""
     if isinstance(value, tuple):
-        made = [with_inputs(v, i) for v, i in zip(value, inputs, strict=True)]
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
+        return new_tuple(type(value), [with_inputs(v, i) for v, i in zip(value, inputs, strict=True)])
     return value if inputs is None else inputs

@@ -17,10 +17,10 @@ from lazymods._errors import ConfigurationError, Problem
 from lazymods._objects.tokens import TokenKind, kind_of_type
 from lazymods._objects.traced_state import TracedState
 from lazymods._refusals import ArgumentError, reason_against, refusal, unreadable, used_up
-from lazymods.compile.given import Given, Orders, fresh, orders_of, put_in_order
+from lazymods.compile.given import Given, fresh, layout, orders_of, put_in_order
 
 _STATIC, _AGAIN = -1, -2  # kinds of leaves: static; the same object as input number _AGAIN - kind
-NUMBERS = (int, float, bool, complex, np.generic)
+_INPUTS = (int, float, bool, complex, np.generic, jax.ShapeDtypeStruct)  # beside arrays
 
 
 class Arguments(NamedTuple):
@@ -52,7 +52,7 @@ class Arguments(NamedTuple):
 
 def is_input(cls: type) -> bool:
     """Whether values of a class are arrays or numbers."""
-    return kind_of_type(cls) is TokenKind.ARRAY or issubclass(cls, NUMBERS)
+    return kind_of_type(cls) is TokenKind.ARRAY or issubclass(cls, _INPUTS)
 
 
 def is_whole(value: Any) -> bool:
@@ -96,18 +96,20 @@ class Splitter:
         self.positions: tuple[int, ...] = ()
         self._keeps_order = _takes_any_keyword(function)
         if static_argnames:
-            parameters = inspect.signature(function).parameters
-            missing = [n for n in static_argnames if n not in parameters]
-            if missing and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            parameters = [p for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+            names = [p.name for p in parameters]
+            missing = [n for n in static_argnames if n not in names]
+            if missing and not any(p.kind is p.VAR_KEYWORD for p in parameters):
                 raise ConfigurationError(
                     Problem(
                         _name(function),
                         f"static_argnames={static_argnames!r}",
-                        f"names of its parameters, which are {', '.join(parameters) or 'none'}",
+                        f"names of its parameters, which are {', '.join(names) or 'none'}",
                         f"lm.jit(..., static_argnames={tuple(n for n in static_argnames if n not in missing)!r})",
                     )
                 )
-            self.positions = tuple(i for i, n in enumerate(parameters) if n in static_argnames)
+            by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+            self.positions = tuple(i for i, n in enumerate(by_position) if n in static_argnames)
 
     def split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Take the arguments of a call apart.
@@ -129,7 +131,7 @@ class Splitter:
                 roots.append(leaf)
             elif kind is TokenKind.VARIABLE:
                 variables.append(leaf)
-            elif kind is TokenKind.ARRAY or isinstance(leaf, NUMBERS):
+            elif kind is TokenKind.ARRAY or isinstance(leaf, _INPUTS):
                 if _compat_jit.is_reference(leaf):  # jax takes each mutable array once
                     first = references.setdefault(id(leaf), len(arrays))
                     if first < len(arrays):
@@ -143,11 +145,11 @@ class Splitter:
             elif cls is not _Static:
                 raise self._refused((args, kwargs), leaf, (count, moved))
             kinds.append(int(kind) if cls is not _Static else _STATIC)
-        orders = orders_of(_pytrees(args, kwargs))
         names = tuple(kwargs) if self._keeps_order else ()
-        # a treedef compares the nodes' own data with ==; a static argument's value stands in the key by its token
-        key = (treedef, tuple(kinds), statics, orders, names)
-        rebuild = _Rebuild(leaves, treedef, kinds, orders, given)
+        # a treedef compares with ==; a static argument's value stands in the key by its token
+        pytrees = _pytrees(args, kwargs)
+        key = (treedef, tuple(kinds), statics, tuple(layout(pytrees)), names)
+        rebuild = _Rebuild(leaves, treedef, kinds, pytrees, given)
         return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.leaves, rebuild.given, moved)
 
     def _marked(
@@ -176,6 +178,11 @@ class Splitter:
         if moved:
             args, kwargs = (*args, *map(kwargs.__getitem__, moved)), {k: v for k, v in kwargs.items() if k not in moved}
         return args, kwargs, moved
+
+    def masked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call with None in the places of those that are static."""
+        named = {k: None if k in self.names else v for k, v in kwargs.items()}
+        return tuple(None if i in self.positions else a for i, a in enumerate(args)), named
 
     def without_statics(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call without those that are static."""
@@ -206,11 +213,11 @@ def _flatten(given: Any, moved: _Moved) -> tuple[list[Any], Any]:
 class _Rebuild:
     """Puts arrays back into the places of a call's arguments."""
 
-    __slots__ = ("_given", "_kinds", "_leaves", "_orders", "_treedef")
+    __slots__ = ("_given", "_kinds", "_leaves", "_pytrees", "_treedef")
 
-    def __init__(self, leaves: list[Any], treedef: Any, kinds: list[int], orders: Orders, given: Any) -> None:
+    def __init__(self, leaves: list[Any], treedef: Any, kinds: list[int], pytrees: list[Any], given: Any) -> None:
         self._leaves, self._treedef, self._kinds = leaves, treedef, kinds
-        self._orders, self._given = orders, given
+        self._pytrees, self._given = pytrees, given
 
     def __call__(self, arrays: Sequence[Any], of: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         waiting = iter(arrays)
@@ -219,7 +226,7 @@ class _Rebuild:
             again = kind <= _AGAIN
             leaves.append(next(waiting) if kind == TokenKind.ARRAY else arrays[_AGAIN - kind] if again else of(leaf))
         args, kwargs = self._treedef.unflatten(leaves)
-        put_in_order(_pytrees(args, kwargs), self._orders, leaves)
+        put_in_order(_pytrees(args, kwargs), orders_of(self._pytrees), leaves)
         return (
             tuple(of(fresh(a.value)) if type(a) is _Static else a for a in args),
             {k: of(fresh(v.value)) if type(v := kwargs[k]) is _Static else v for k in self._given[1]},

@@ -52,7 +52,7 @@ class CallPlan:
         impls = [(where[call.places[n]], impl) for n, impl in call.impls.items() if call.places[n] in where]
         self.impls: list[tuple[int, Any]] = impls
         self._moves = self.order is not None or bool(self.impls)
-        self._writers: dict[int, Any] = {}
+        self._writers: dict[Effects, Any] = {}
 
     def leaves(self, values: list[Any]) -> Any:
         """Return the program's leaves; ``values`` may be changed.
@@ -84,7 +84,7 @@ class CallPlan:
         if not record.is_plain:
             return record, outputs
         if record.writes:
-            get_targets, get_outputs = self._writers.get(id(record)) or self._writer(record)
+            get_targets, get_outputs = self._writers.get(record) or self._writer(record)
             put = _compat_jit.SET_RAW if type(variables[-1]) is not Place else write
             _exhaust(map(put, get_targets(variables), get_outputs(outputs)))
             if record.passes_on:
@@ -94,7 +94,7 @@ class CallPlan:
 
     def _writer(self, record: Effects) -> Any:
         made = getter([self._at[t] for t, _ in record.writes]), getter([out.number for _, out in record.writes])
-        self._writers[id(record)] = made  # the program keeps its records alive
+        self._writers[record] = made  # by the record itself: one whose path another thread has added first goes away
         return made
 
 

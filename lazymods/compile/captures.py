@@ -11,10 +11,11 @@ import functools
 import itertools
 import types
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from lazymods._objects.attributes import slots_of
+from lazymods._objects.module_attributes import attribute
 from lazymods._objects.reached import (
     MISSING,
     global_names,
@@ -23,6 +24,7 @@ from lazymods._objects.reached import (
     in_cell,
     is_library,
     is_looked_into,
+    loaded_names,
     parts_of,
     parts_of_callable,
 )
@@ -75,7 +77,7 @@ class _Attribute(NamedTuple):
     name: str
 
     def value(self) -> Any:
-        return getattr(self.owner, self.name, MISSING)
+        return attribute(self.owner, self.name, MISSING)
 
 
 class _Fixed(NamedTuple):
@@ -130,6 +132,19 @@ def _known(value: Any, kind: TokenKind) -> Any:
     return (cls, weakref.ref(value)) if kind <= TokenKind.ARRAY and cls.__weakrefoffset__ else None
 
 
+class _Lacking:
+    """A namespace, and names that a function looks up and that it did not have.
+
+    Attributes:
+        size: How many names it had when it was looked at.
+    """
+
+    def __init__(self, space: Any) -> None:
+        self.space = space
+        self.names: set[str] = set()
+        self.size = len(space)
+
+
 class Captures:
     """Reads what a function reaches besides its arguments.
 
@@ -150,6 +165,10 @@ class Captures:
         self._functions: set[int] = set()
         self._seen: set[Any] = set()
         self._alive: list[Any] = []
+        self._functions_at: dict[tuple[int, str], tuple[Any, str]] = {}
+        self._looked_into: dict[int, set[str]] = {}  # by id of a module or class, for which names
+        self._atoms: list[tuple[Any, Any]] = []  # sources that may hold a function later, and what they hold
+        self._lacking: dict[int, _Lacking] = {}  # by id of a module's names, or of a class
         self._follow(function)
         self.fixed: Captured | None = None
         if all(type(s) is _Fixed and kind_of(s.value()) is TokenKind.NODE for s in self.sources):
@@ -160,9 +179,22 @@ class Captures:
         """Return what sees whether the function reaches what was read; None if it never reaches anything."""
         return CaptureCheck(self, was) if self.sources else None
 
+    def is_current(self) -> bool:
+        """Whether the function reaches what it did by the names of functions and of what was not there yet.
+
+        A function may be compiled before the model or the helpers that it names are there.
+        """
+        for lacking in self._lacking.values():
+            if len(lacking.space) != lacking.size:
+                if not lacking.names.isdisjoint(lacking.space):
+                    return False
+                lacking.size = len(lacking.space)
+        return not any(callable(now := source.value()) and now is not value for source, value in self._atoms)
+
     def attributes(self) -> list[tuple[Any, str]]:
         """Return the attributes of modules and classes by which the function finds something."""
-        return [(s.owner, s.name) for s in self.sources if type(s) is _Attribute]
+        found = [(s.owner, s.name) for s in self.sources if type(s) is _Attribute]
+        return [*found, *self._functions_at.values()]
 
     def named(self, captured: Captured) -> list[tuple[str, Any, bool]]:
         """Return what the function reached and a program depends on: a name, the value, whether only by identity."""
@@ -224,6 +256,8 @@ class Captures:
         if isinstance(function, types.MethodType):
             self._add(_Fixed(function.__self__, "self"), function.__self__)
             self._follow(function.__func__)
+            if isinstance(function.__func__, types.FunctionType):  # of a class: self is one
+                self._look_into(function.__self__, {*global_names(function.__func__.__code__)})
         elif isinstance(function, functools.partial):
             given = {f"args[{i}]": value for i, value in enumerate(function.args)} | function.keywords
             for name, value in given.items():
@@ -244,18 +278,34 @@ class Captures:
     def _follow_code(self, function: types.FunctionType) -> None:
         self.functions.append(function)
         code, defaults = function.__code__, function.__defaults__ or ()
+        names, space = set(global_names(code)), function.__globals__
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._add(_Cell(cell, name), in_cell(cell))
+            self._look_into(in_cell(cell), names)
         with_default = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
         for name, value in (*zip(with_default, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
             self._add(_Fixed(value, name), value)
-        names = set(global_names(function.__code__))
-        for name in sorted(names & function.__globals__.keys()):
-            value = function.__globals__[name]
-            self._add(_Global(function.__globals__, name), value)
-            if isinstance(value, (types.ModuleType, type)) and _is_own(value):  # an attribute of it, by name
-                for inner in sorted(names & vars(value).keys()):
-                    self._add(_Attribute(value, inner), getattr(value, inner))
+        for name in self._found(loaded_names(code), space, space):
+            self._add(_Global(space, name), space[name])
+            self._look_into(space[name], names)
+
+    def _look_into(self, owner: Any, names: set[str]) -> None:
+        """Add the attributes of these names of a module or class, if it is the user's, and of those in it."""
+        if not isinstance(owner, (types.ModuleType, type)) or not _is_own(owner):
+            return
+        known = self._looked_into.setdefault(id(owner), set())
+        if not names <= known:
+            known |= names
+            for name in self._found(names, vars(owner), owner):
+                value = attribute(owner, name)
+                self._add(_Attribute(owner, name), value)
+                self._look_into(value, names)
+
+    def _found(self, names: Collection[str], space: Any, owner: Any) -> list[str]:
+        """Return which names are in a namespace, sorted; note the others, which may come."""
+        lacking = self._lacking.setdefault(id(owner), _Lacking(space))
+        lacking.names.update(name for name in names if name not in space)
+        return sorted(name for name in names if name in space)
 
     def _follow_cells(self, function: types.FunctionType) -> None:
         """Follow what a library's function holds for the user: ``jax.grad(f)`` holds ``f`` in a cell of a cell."""
@@ -273,6 +323,8 @@ class Captures:
         """Add one place where a function finds a value, unless it is known not to change or to matter."""
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)) or _is_wrapper(value):
             if _is_own(value):
+                if type(source) is _Attribute:
+                    self._functions_at[id(source.owner), source.name] = (source.owner, source.name)
                 self._follow(value)
             elif isinstance(value, types.FunctionType):
                 self._follow_cells(value)
@@ -284,6 +336,8 @@ class Captures:
         if mark not in self._seen:
             self._seen.add(mark)
             self.sources.append(source)
+            if type(source) is not _Fixed and kind_of(value) is TokenKind.ATOM:
+                self._atoms.append((source, value))
 
 
 def _is_wrapper(value: Any) -> bool:

@@ -29,7 +29,7 @@ def export(fn_or_module: Any, *args: Any, platforms: str | Sequence[str] = ("cpu
         **kwargs: Its keyword arguments.
 
     Returns:
-        Bytes for ``jax.export.deserialize``. Its ``call`` takes the arguments that are no nnx objects.
+        Bytes for ``jax.export.deserialize``. Its ``call`` takes the arguments that are neither nnx objects nor static.
 
     Raises:
         ArgumentError: If ``fn_or_module`` can't be called, or an argument is no input.
@@ -51,6 +51,7 @@ def export(fn_or_module: Any, *args: Any, platforms: str | Sequence[str] = ("cpu
     with function.traced(args, kwargs) as (program, call):
         inputs = call.inputs
         leaves = [call.leaves[n] for n in program.leaf_numbers(inputs)]
+    args, kwargs = function.masked(args, kwargs)
     name = getattr(fn_or_module, "__qualname__", None) or type(fn_or_module).__qualname__
     if not program.record.returns_arrays:
         raise LazyError(
@@ -93,4 +94,4 @@ def _is_whole(value: Any) -> bool:
 
 
 def _array_or_none(value: Any) -> Any:
-    return None if _is_whole(value) or isinstance(value, (str, type(None))) else value
+    return None if _is_whole(value) else value

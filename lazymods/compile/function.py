@@ -35,7 +35,8 @@ from lazymods._compat import jit as _compat_jit
 from lazymods._counts import COUNTS
 from lazymods._errors import NOT_TRACEABLE, UninitializedError
 from lazymods._layer.lifecycle import LOCK
-from lazymods._objects.copies import Copies
+from lazymods._objects.copies import Copies, pass_reads_on
+from lazymods._objects.module_attributes import wait_for_attributes
 from lazymods._objects.traced_state import Reads, held_by
 from lazymods._objects.within import holds_tracer
 from lazymods._program_cache import Cache, CacheInfo
@@ -220,6 +221,8 @@ class JitFunction(Staged, Generic[P, R]):
 
     def _executed(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call around which no trace is running; what it raises holds values."""
+        if self._captures.attributes():
+            wait_for_attributes()
         try:
             return self._call_outside(arguments, args, kwargs)
         except Exception as error:
@@ -314,10 +317,14 @@ class JitFunction(Staged, Generic[P, R]):
                         raise
         if plan is None or plan.branches:
             return self._plainly(arguments, args, kwargs)
+        if call.captured.has_objects:
+            pass_reads_on(self._reads, call.nodes())
         record, outputs = self._run(plan, call, arguments)
         return self.replay(record, outputs, call, plan)
 
     def _bind(self, arguments: Arguments, *, whole: bool = False) -> Binding:
+        if not self._captures.is_current():
+            self._captures = Captures(self._function, self._reads)
         captured = self._captures.read(whole=whole)
         return Binding(arguments, captured, _TRACE.value is _EVAL)
 

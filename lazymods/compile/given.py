@@ -8,14 +8,16 @@ to dicts and lists stands in its record. Other pytrees can't be written to: that
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem
-from lazymods._objects.tokens import TokenKind, kind_of_type
+from lazymods._objects.tokens import TokenKind, kind_of_type, token
 from lazymods._objects.traced_state import contents_of, put_item
 from lazymods._snapshot import is_same, refill
 
@@ -25,16 +27,21 @@ _CONTAINERS = (TokenKind.DICT, TokenKind.LIST, TokenKind.QUEUE)
 
 def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """Return the parts of a pytree by what a path calls them, in JAX's order; None for a leaf."""
+    return _taken_apart(value)[0]
+
+
+def _taken_apart(value: Any) -> tuple[Iterable[tuple[Any, Any]] | None, Any]:
+    """Return also what a pytree of another class is besides its parts."""
     cls = type(value)
     if cls is list or cls is tuple:
-        return enumerate(value)
+        return enumerate(value), None
     kind = kind_of_type(cls)
     if kind in (TokenKind.ARRAY, TokenKind.NODE, TokenKind.VARIABLE) or value is None:
-        return None
+        return None, None
     if cls in _SORTED:
-        return [(key, value[key]) for key in sorted(value)]
+        return [(key, value[key]) for key in sorted(value)], None
     flat = jax.tree_util.default_registry.flatten_one_level(value)
-    return None if flat is None else enumerate(flat[0])
+    return (None, None) if flat is None else (enumerate(flat[0]), flat[1])
 
 
 def _values(value: Any) -> list[Any]:
@@ -62,7 +69,7 @@ def orders_of(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Orders
 
 
 def layout(tree: Any) -> list[Any]:
-    """Return what tells two pytrees of equal structure apart by the order of their keys; faster than orders."""
+    """Return what tells two pytrees of equal structure apart: the order of keys, and what ``==`` does not tell."""
     found: list[Any] = []
     _add_layout(tree, found)
     return found
@@ -70,13 +77,46 @@ def layout(tree: Any) -> list[Any]:
 
 def _add_layout(tree: Any, found: list[Any]) -> None:
     if type(tree) in _SORTED:
-        found.append(tuple(tree))
+        found.append((*tree, *map(type, tree)))
         parts: Any = tree.values()
     else:
-        parts = [part for _, part in _children(tree) or ()]
+        children, data = _taken_apart(tree)
+        parts = [part for _, part in children or ()]
+        if data is not None:
+            found.append(_Exactly(data))
     for part in parts:
         if type(part) is not _compat_jit.ARRAY:
             _add_layout(part, found)
+
+
+class _Exactly:
+    """What a pytree is besides its parts: static fields, in which ``True``, ``1`` and ``1.0`` are three values.
+
+    It stands beside a treedef, which has compared all else.
+    """
+
+    __slots__ = ("_data",)
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __hash__(self) -> int:
+        return hash(type(self._data))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Exactly):
+            return NotImplemented
+        return self._data is other._data or _numbers_in(self._data) == _numbers_in(other._data)
+
+
+def _numbers_in(data: Any) -> Hashable:
+    if type(data) in (bool, int, float, complex) or isinstance(data, np.generic):
+        return token(data)
+    if isinstance(data, Mapping):
+        return tuple((_numbers_in(key), _numbers_in(value)) for key, value in data.items())
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        data = [getattr(data, field.name) for field in dataclasses.fields(data)]
+    return tuple(map(_numbers_in, data)) if isinstance(data, (tuple, list)) else None
 
 
 def put_in_order(tree: Any, orders: Orders, leaves: Iterable[Any]) -> Any:

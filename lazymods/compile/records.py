@@ -19,7 +19,8 @@ import jax
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
 from lazymods._initial.pending import PendingInit
-from lazymods._objects.copies import Copies, class_of, items_of, object_contents
+from lazymods._objects.attributes import has_hidden_state
+from lazymods._objects.copies import Copies, items_of, object_contents
 from lazymods._objects.tokens import TokenKind, kind_of, token
 from lazymods._objects.traced_state import Reads, TracedState, contents_of, held_by
 from lazymods.compile.given import Given, Orders, orders_of
@@ -84,11 +85,16 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A tuple, bound method or partial function of other parts."""
+    """A tuple, bound method or partial function of other parts.
+
+    Attributes:
+        attributes: Those that a tuple of the user's own class has besides its items.
+    """
 
     kind: TokenKind
     cls: Any
     parts: tuple[Any, ...]
+    attributes: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +111,15 @@ class Made:
     """An object that the function made: its class, and what to put in it; of a Variable its value and metadata.
 
     Attributes:
-        maxlen: Of a queue, how many items it may hold.
+        given: Of a container, what its base class takes to make an empty one: the length of a queue.
+        attributes: The attributes that a container of the user's own class has besides its items.
     """
 
     kind: TokenKind
     cls: type
     contents: Any = None
-    maxlen: int | None = None
+    given: tuple[Any, ...] = ()
+    attributes: Any = None
 
 
 @dataclasses.dataclass
@@ -188,6 +196,9 @@ class Effects:
             places: Of a target, by number, the number of its input.
         """
         given = set(map(id, inputs))
+        seen: set[int] = set()
+        for _, out in self.writes:  # what a path writes twice is one array
+            (given if id(outputs[out.number]) in seen else seen).add(id(outputs[out.number]))
         found = {}
         for number, (target, out) in enumerate(self.writes):
             place, array = places.get(target), outputs[out.number]
@@ -308,7 +319,7 @@ class _Writer:
                 self._anew += [(places[id(node), i], p) for i, p in enumerate(parts) if (id(node), i) in places]
                 changes.append(Change(Old(number, False), None, parts))
             return
-        same_class = class_of(copy) is type(node)
+        same_class = type(copy) is type(node)
         names = [k for k in after if k != _compat.STATE]
         moved = [k for k in names if k not in begun or not _same_value(after[k], begun[k])]
         ordered = kind is TokenKind.OBJECT or names == [k for k in begun if k != _compat.STATE]
@@ -328,7 +339,7 @@ class _Writer:
         if same_class and ordered and not moved and len(after) == len(begun):
             return
         self._anew += [(places[id(node), k], contents[k]) for k in moved if (id(node), k) in places]
-        changes.append(Change(Old(number, False), None if same_class else class_of(copy), contents))
+        changes.append(Change(Old(number, False), None if same_class else type(copy), contents))
 
     # ------------------------------------------------------------ values
 
@@ -384,7 +395,7 @@ class _Writer:
         if kind is TokenKind.ARRAY:
             return self._output(value)
         if kind is TokenKind.TUPLE:
-            return Group(kind, type(value), tuple(map(self._part, value)))
+            return self._tuple(value)
         if kind is TokenKind.METHOD:
             return Group(kind, self._copies.original(value.__func__), (self._part(value.__self__),))
         if kind is TokenKind.PARTIAL:
@@ -396,12 +407,24 @@ class _Writer:
         number = self._base.number(self._copies.original(value))
         if number is not None:
             return Old(number, kind is TokenKind.VARIABLE)
+        if kind is TokenKind.OBJECT and has_hidden_state(type(value)):
+            return Value(self._checked(value))  # nobody but its class could make another
+        return self._object(value, kind)
+
+    def _object(self, value: Any, kind: TokenKind) -> New:
+        """Describe an object that the function made."""
         if id(value) not in self._new:
             self._new[id(value)] = len(self._made)
-            maxlen = value.maxlen if isinstance(value, collections.deque) else None
-            self._made.append(Made(kind, class_of(value), maxlen=maxlen))
-            self._made[self._new[id(value)]].contents = self._contents(value, kind)
+            made = Made(kind, type(value), given=tuple(map(self._part, _given_to(value))))
+            self._made.append(made)
+            made.contents = self._contents(value, kind)
+            if kind > TokenKind.OBJECT and type(value).__dictoffset__:
+                made.attributes = self._part(vars(value))
         return New(self._new[id(value)])
+
+    def _tuple(self, value: Any) -> Group:
+        attributes = self._part(vars(value)) if type(value).__dictoffset__ and vars(value) else None
+        return Group(TokenKind.TUPLE, type(value), tuple(map(self._part, value)), attributes)
 
     def _checked(self, value: Any) -> Any:
         """Return a static value that every call can give again; refuse another one."""
@@ -420,6 +443,15 @@ class _Writer:
         if isinstance(held, dict):
             return {k: self._part(v) for k, v in held.items() if k != _compat.STATE}
         return [self._part(v) for v in held]
+
+
+def _given_to(value: Any) -> tuple[Any, ...]:
+    """Return what makes an empty container like this one, besides its class."""
+    if isinstance(value, collections.deque):
+        return (), value.maxlen
+    if isinstance(value, collections.defaultdict):
+        return (value.default_factory,)
+    return ()
 
 
 def _same_value(a: Any, b: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import jax
 
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
-from lazymods._objects.attributes import Attributes, new_object
+from lazymods._objects.attributes import Attributes, new_object, new_tuple
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import TracedState, held_by
 from lazymods._snapshot import refill
@@ -32,6 +33,8 @@ from lazymods.compile.records import (
 )
 
 _SORTING = threading.Lock()  # while one thread sorts a model's attributes, another one would not find all of them
+# whose constructors make empty containers of the user's own classes, too: those may want arguments
+_CONTAINERS = (collections.defaultdict, collections.OrderedDict, dict, list, set, collections.deque, bytearray)
 
 
 class EffectsReplay:
@@ -132,10 +135,15 @@ class EffectsReplay:
                 return function.__get__(self.value(owner))
             case Group(TokenKind.PARTIAL, cls, (function, args, keywords)):
                 return cls(self.value(function), *self.value(args), **self.value(keywords))
-            case Group(_, cls, parts):
-                made = [self.value(p) for p in parts]
-                return cls(*made) if hasattr(cls, "_fields") else cls(made)
+            case Group():
+                return self._tuple(part)
         raise TypeError(f"no part of a record: {part!r}")
+
+    def _tuple(self, part: Group) -> Any:
+        made = new_tuple(part.cls, map(self.value, part.parts))
+        if part.attributes is not None:
+            object.__setattr__(made, "__dict__", self.value(part.attributes))  # it may be filled later
+        return made
 
     def _object(self, part: Old | New | Passed) -> Any:
         match part:
@@ -157,7 +165,10 @@ class EffectsReplay:
             return thing
         if made.kind is TokenKind.OBJECT:
             return new_object(made.cls)
-        return made.cls() if made.maxlen is None else made.cls(maxlen=made.maxlen)
+        base: Any = next(cls for cls in _CONTAINERS if issubclass(made.cls, cls))
+        thing = base.__new__(made.cls)
+        base.__init__(thing, *map(self.value, made.given))
+        return thing
 
     def _fill(self, made: Made, thing: Any) -> None:
         if made.kind is TokenKind.ARRAY:
@@ -172,6 +183,8 @@ class EffectsReplay:
             held.update({k: self.value(v) for k, v in made.contents.items()})
         else:
             refill(held, [self.value(v) for v in made.contents])
+        if made.attributes is not None:  # the dict of them may be the container itself
+            object.__setattr__(thing, "__dict__", self.value(made.attributes))
 
 
 def result_of(record: Effects, outputs: Sequence[Any]) -> Any:

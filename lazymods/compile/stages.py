@@ -51,6 +51,10 @@ class Staged:
         """Return arguments in the one way of giving them in which a program knows them."""
         return self._splitter.spelled(args, kwargs)[:2]
 
+    def masked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments with None in the places of those that are static."""
+        return self._splitter.masked(args, kwargs)
+
     @contextlib.contextmanager
     def traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Program, Binding]]:
         """Trace the function for a call; at the end all is as it was, and a lazy model is lazy."""

@@ -18,7 +18,7 @@ import jax
 from flax import nnx
 
 from lazymods import _compat
-from lazymods._errors import LazyError, Problem
+from lazymods._errors import NOT_TRACEABLE, LazyError, Problem
 from lazymods._frames import entry
 from lazymods._refusals import refuse_uncallable
 from lazymods.lazytensor import reach
@@ -42,8 +42,8 @@ def value_and_grad(f: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = F
     It is ``nnx.value_and_grad``, compiled, and cached by the code of ``f`` and of what it calls. Models,
     arrays and floats that these name or close over are inputs, and what ``f`` does to Variables is done to them; other
     constants are part of the key. What ``f`` computes of a float is an array, as under ``jax.jit``. If ``f`` reaches
-    anything else (attributes of plain objects, lists, functions of ``lm.jit``), writes names, or returns what no
-    program can give, then nothing is cached, and it is ``nnx.value_and_grad``.
+    anything else (attributes of plain objects, lists, functions of ``lm.jit``, ``np.random``), writes names, decides on
+    values, or returns what no program can give, then nothing is cached, and it is ``nnx.value_and_grad``.
 
     Args:
         f: Returns a scalar, or a pair of a scalar and something else.
@@ -115,9 +115,9 @@ class _Call:
         before, _LOCAL.call = _LOCAL.call, self
         try:
             out, changed = program(self.values, self.arrays)
-        except _NoProgramError:
+        except (_NoProgramError, *NOT_TRACEABLE):
             _programs[key] = _NONE
-            raise
+            raise _NoProgramError from None
         finally:
             _LOCAL.call = before
         if changed:

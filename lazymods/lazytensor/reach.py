@@ -143,10 +143,12 @@ def _held(f: types.FunctionType) -> list[Any]:
 
 
 def _global(space: dict[str, Any], name: str) -> Any:
-    if name in space:
-        return space[name]
-    if hasattr(builtins, name):
-        return getattr(builtins, name)
+    name, _, inner = name.partition(".")
+    if name in space or hasattr(builtins, name):
+        value = space[name] if name in space else getattr(builtins, name)
+        if not inner:
+            return value
+        return getattr(value, inner, None) if isinstance(value, types.ModuleType) else None
     raise UnknownError
 
 
@@ -154,11 +156,15 @@ def _global(space: dict[str, Any], name: str) -> Any:
 def _named(code: types.CodeType) -> tuple[str, ...] | None:
     """Return the globals that code reads, that of functions inside it too; None if it reaches or writes others."""
     found: dict[str, None] = {}
-    for step in dis.get_instructions(code):
+    for step, after in itertools.pairwise(dis.get_instructions(code)):
         if step.opname in _WRITES or (step.opname == "STORE_DEREF" and step.argval in code.co_freevars):
             return None
         if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             found[step.argval] = None
+            if after.argval == "random":  # np.random has a state, and np has none
+                found[f"{step.argval}.random"] = None
+        elif step.opname == "LOAD_DEREF" and after.argval == "random":
+            return None
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             names = _named(inner)

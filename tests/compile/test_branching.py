@@ -1,6 +1,7 @@
 """Python decisions inside ``lm.jit``, beside the same function run eagerly."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from flax import nnx
 
 import lazymods as lm
+from lazymods.compile.records import Effects
 
 
 class Net(nnx.Module):
@@ -175,3 +177,58 @@ def test_inside_of_jax_jit_a_decision_is_an_error_of_jax() -> None:
     with pytest.raises(jax.errors.TracerBoolConversionError):
         jax.jit(lambda x: f(x))(jnp.ones(2))
     np.testing.assert_array_equal(f(-jnp.ones(2)), np.ones(2))
+
+
+def test_what_a_path_writes_twice_is_donated_once() -> None:
+    class Two(nnx.Module):
+        def __init__(self) -> None:
+            self.a, self.b = nnx.Variable(jnp.zeros(3)), nnx.Variable(jnp.ones(3))
+
+    @lm.jit
+    def both(m: Two, x: jax.Array) -> None:
+        y = x * 2 if x.sum() > 0 else x
+        m.a.set_value(y)
+        m.b.set_value(y)
+
+    @lm.jit(donate_state=True)
+    def grow(m: Two) -> None:
+        m.a[...], m.b[...] = m.a[...] + 1, m.b[...] + 2
+
+    model = Two()
+    for _ in range(4):
+        grow(model)
+    for _ in range(3):
+        both(model, jnp.ones(3))
+        grow(model)
+        np.testing.assert_array_equal(model.a[...], np.full(3, 3.0))
+        np.testing.assert_array_equal(model.b[...], np.full(3, 4.0))
+
+
+def test_two_threads_find_the_same_path() -> None:
+    model = nnx.Dict(a=nnx.Variable(jnp.int32(0)), b=nnx.Variable(jnp.int32(0)))
+    both, waits = threading.Barrier(2), []
+
+    @lm.jit(max_paths=100)
+    def f(x: jax.Array) -> jax.Array:
+        number = int(x)
+        if waits:
+            both.wait(60)
+        model["a" if number % 2 else "b"].set_value(x * 10)
+        return x + 1
+
+    for number in (0, 0):
+        f(jnp.int32(number))
+    waits.append(1)
+    threads = [threading.Thread(target=f, args=(jnp.int32(1),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    waits.clear()
+    # a plan knows by the record what a path writes: one that was found twice must not go away and leave its id
+    records = {id(thing) for thing in gc.get_objects() if isinstance(thing, Effects)}
+    writers = f._fast.plan._writers  # type: ignore[union-attr]
+    assert {key if isinstance(key, int) else id(key) for key in writers} <= records
+    for number in range(2, 40):
+        f(jnp.int32(number))
+        assert int(model["a" if number % 2 else "b"][...]) == 10 * number

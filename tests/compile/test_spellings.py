@@ -196,3 +196,41 @@ def test_python_decides() -> None:
     call = lm.jit(lambda b, a: b - 2 * a if a > 0 else b)
     for _ in range(3):
         assert [float(call(5.0, 1.0)), float(call(a=1.0, b=5.0)), float(call(5.0, a=-1.0))] == [3, 3, 5]
+
+
+def test_a_static_argument_by_keyword_alone() -> None:
+    seen = []
+
+    @lm.jit(static_argnames="mode")
+    def call(x: Any, *rest: Any, mode: str) -> Any:
+        seen.append(mode)
+        for one in rest:
+            x = one(x) if callable(one) else x + one
+        return x if mode == "sum" else x - 1
+
+    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    for number in range(3):  # the second argument by position is not the parameter of that number
+        np.testing.assert_allclose(call(X, 1.0, X * number, mode="sum"), np.asarray(X) * (number + 1) + 1)
+    assert len(seen) == 1
+    for mode in ("sum", "less", "sum"):
+        model.kernel[...] = model.kernel[...] * 2
+        np.testing.assert_allclose(call(X, X, model, mode=mode), model(X + X) - float(mode != "sum"), rtol=1e-5)
+    with pytest.raises(lm.ConfigurationError, match="which are x, mode"):
+        lm.jit(lambda x, *rest, mode: x, static_argnames="rest")
+
+
+@pytest.mark.parametrize("n", [3, 2.5, (3, "a"), "abc"], ids=repr)
+def test_static_arguments_are_no_arguments_of_what_is_exported(n: Any) -> None:
+    pytest.importorskip("flatbuffers")
+
+    class Scale(nnx.Module):
+        def __init__(self) -> None:
+            self.by = nnx.Variable(jnp.float32(5))
+
+    def times(m: Any, x: Any, n: Any, b: Any, a: Any) -> Any:
+        return x * m.by[...] * (n[0] if isinstance(n, tuple) else len(n) if isinstance(n, str) else n) + b - 2 * a
+
+    call, model, want = lm.jit(times, static_argnames="n"), Scale(), times(Scale(), X, n, 1.0, 2.0)
+    for exported in (lm.export(call, model, X, n, a=2.0, b=1.0), lm.export(call, model, X, n=n, b=1.0, a=2.0)):
+        back = jax.export.deserialize(bytearray(exported))
+        np.testing.assert_allclose(back.call(X, a=2.0, b=1.0), want, rtol=1e-6)

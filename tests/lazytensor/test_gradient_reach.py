@@ -1,5 +1,6 @@
 """``lazytensor.value_and_grad`` of functions that reach models, numbers and code in all ways: changes are seen."""
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -206,3 +207,42 @@ def test_functions_that_reach_each_other() -> None:
     model = linear(1)
     agree(lambda m, x: even(m(x), 3).sum(), model)
     agree(lambda m, x: Chooses.of(m(x)).sum(), model)
+
+
+class Noisy(nnx.Module):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones(3))
+
+    def __call__(self) -> jax.Array:
+        return (self.w[...] * np.random.normal()).sum()
+
+
+def test_random_numbers_of_numpy_are_drawn_at_each_call() -> None:
+    numpy, model = np, Noisy()
+    losses: list[Callable[[Any], Any]] = [
+        lambda m: (m.w[...] * np.random.normal()).sum(),
+        lambda m: (m.w[...] * numpy.random.normal()).sum(),
+        lambda m: m(),
+    ]
+    for loss in losses:
+        np.random.seed(0)
+        want = [float(loss(model)) for _ in range(3)]
+        np.random.seed(0)
+        got = [float(lazytensor.value_and_grad(loss)(model)[0]) for _ in range(3)]
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+RATE = 0.25
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_a_function_that_decides_on_values(block: bool) -> None:
+    def loss(w: jax.Array, rate: float) -> jax.Array:
+        y = (w * 2 if RATE > 0 else w).sum()
+        return y * rate if rate > 0.5 and y > 0 else -y
+
+    for w, rate, want in ((1.0, 0.75, 4.5), (-1.0, 0.75, 6.0), (1.0, 0.25, -6.0)):
+        with lazytensor.lazy() if block else contextlib.nullcontext():
+            value, gradient = lazytensor.value_and_grad(loss)(w * jnp.ones(3), rate)
+        assert float(value) == want
+        np.testing.assert_allclose(gradient, np.full(3, want / w / 3), rtol=1e-6)
