@@ -61,7 +61,7 @@ def load(
     """Load a checkpoint into a model, lazy or not.
 
     Lazy layers take their sizes from the file and become their classes at once; nothing is traced, initialized or
-    run, but for one run without values where a ``flatten`` may have been forgotten. Bytes go to the device once: on a
+    run, but for runs without values where a ``flatten`` may have been forgotten. Bytes go to the device once: on a
     CPU the parameters are the mapped file itself wherever its tensors are aligned, as in every file that :func:`save`
     writes. All or nothing: if anything is wrong, all of it is told and the model is as it was.
 
@@ -123,10 +123,11 @@ def load(
     Warns:
         UserWarning: If a part of ``rename`` fits no entry, or drops one that the model then misses; if two parameters
             of the model are one in the file; if a matrix of 8-bit numbers, as quantized weights are stored, goes into
-            wider floats; if a layer reads what the model flattens channels last and was loaded as PyTorch has it, which
-            flattens channels first; if ``config.json`` beside the file has another activation function, or epsilon of
-            the norms; or if, with ``strict=False``, nothing at all was loaded, statistics of a BatchNorm were not, or
-            an output layer was left to chance or left out that the embedding may stand for.
+            wider floats; if a layer reads what the model flattens channels last, or gives what becomes a map with
+            channels last, and was loaded as PyTorch has it, which has channels first; if ``config.json`` beside the
+            file has another activation function, or epsilon of the norms; or if, with ``strict=False``, nothing at all
+            was loaded, statistics of a BatchNorm were not, or an output layer was left to chance or left out that the
+            embedding may stand for.
 
     Example:
         >>> import tempfile, lazymods as lm

@@ -4,10 +4,13 @@ The file does not tell, and all shapes fit. The model's forward does: what reach
 whose axes a reshape has made one. So where a model has convolutions and a layer that may follow a flatten, a load looks
 at one run without values, of an image of any size: the width is another then, but the way is the same. A forward that
 takes something else than an image is not looked at.
+
+A decoder goes the other way, from the row that a Linear gives to a map: its numbers stand channels first in PyTorch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lazymods._graph import Path, dotted
+from lazymods._graph import Path, at, dotted
 from lazymods._model import hooks
 from lazymods._model.abstract_call import AbstractCall, Producers
 from lazymods.state.entries import Survey
@@ -29,24 +32,32 @@ _CONVOLUTION = "conv_general_dilated"
 _MIXES = frozenset(("dot_general", "transpose", "gather", "sort", "rev"))  # what comes out lies otherwise
 _WIDTHS = ("out_features", "num_features", "features")
 _MOST = 2000  # operations that are looked at
+_MOST_MAPS = 4  # layers whose outputs are looked at
 _LENGTHS = (64, 224, 32)  # of an image's axes, to be tried
 
 
-def remark(
+def remarks(
     survey: Survey, loaded: Mapping[str, Any], flatten: Mapping[str, Sequence[int]] | None
-) -> str | None:
-    """Say which layers read what was flattened channels last, and were loaded as PyTorch has them.
+) -> Iterator[str]:
+    """Say which layers read or give what the model has channels last, and were loaded as PyTorch has them.
 
     Args:
         survey: The model, loaded.
         loaded: What was loaded, by the model's names.
-        flatten: Of which layers the user has said what is flattened.
+        flatten: Of which layers the user has said what is flattened: of those nothing is said.
     """
+    found = with_sizes(list(sites(survey.model)), flatten)[0]
+    read = _of_rows(survey, found, loaded)
+    yield from () if read is None else (read,)
+    yield from _of_maps(survey.model, found, loaded)
+
+
+def _of_rows(survey: Survey, found: Sequence[Site], loaded: Mapping[str, Any]) -> str | None:
+    """Say which layers read what was flattened channels last."""
     model = survey.model
     convolutions = [node for _, node in survey.nodes if isinstance(node, (nnx.Conv, nnx.ConvTranspose))]
     if not convolutions or not isinstance(model, nnx.Module) or not callable(model):
         return None
-    found = with_sizes(list(sites(model)), flatten)[0]
     layers = {dotted(site.path): site for site in found if rule_for(type(site.node)).flattens}
     widths = {name: width for name, site in layers.items() if (width := _input_width(site, loaded)) is not None}
     suspects = [name for name in _suspects(found, widths) if layers[name].sizes is None]
@@ -71,14 +82,18 @@ def remark(
 
 def _first_found(model: Any, names: Collection[str], convolution: Any) -> dict[str, tuple[int, ...]]:
     """Return what is flattened before some layers in a run of the first image that is large enough."""
-    if not isinstance(convolution.in_features, int):
-        return {}
-    for length in _LENGTHS:
-        shape = (1, *(length,) * len(convolution.kernel_size), convolution.in_features)
-        found = _flattened(model, names, jax.ShapeDtypeStruct(shape, convolution.kernel.dtype))
+    for image in _images(convolution):
+        found = _flattened(model, names, image)
         if found is not None:
             return found
     return {}
+
+
+def _images(convolution: Any) -> Iterator[jax.ShapeDtypeStruct]:
+    """Give images of several sizes that a convolution takes."""
+    for length in _LENGTHS if isinstance(convolution.in_features, int) else ():
+        shape = (1, *(length,) * len(convolution.kernel_size), convolution.in_features)
+        yield jax.ShapeDtypeStruct(shape, convolution.kernel.dtype)
 
 
 def _after_norm(layers: Mapping[str, Site], widths: Mapping[str, int], name: str) -> str | None:
@@ -151,7 +166,7 @@ def _flattened(model: Any, names: Collection[str], image: Any) -> dict[str, tupl
 
 def _flattened_sizes(value: Any, producers: Producers) -> tuple[int, ...] | None:
     """Return the sizes of the map whose axes became the last one of a value, channels last; None if there is none."""
-    for made, name, operands, _ in _back(value, producers, lambda made, operand: np.shape(operand) == np.shape(made)):
+    for made, name, operands, _ in _back(value, producers, _has_shape_of):
         if name == "reshape":
             shape, width = np.shape(operands[0]), np.shape(made)[-1:]
             first = next((i for i in reversed(range(len(shape))) if (math.prod(shape[i:]),) == width), len(shape))
@@ -198,3 +213,74 @@ def _has_convolution(param: Any) -> bool:
         equation.primitive.name == _CONVOLUTION or any(map(_has_convolution, equation.params.values()))
         for equation in getattr(program, "eqns", ())
     )
+
+
+# ---------------------------------------------------------------- maps that are made of a row
+
+
+def _of_maps(model: Any, found: Sequence[Site], loaded: Mapping[str, Any]) -> Iterator[str]:
+    """Say which layers' outputs are made maps with channels last.
+
+    PyTorch's ``view(-1, C, H, W)`` takes the numbers of a row in another order than a reshape to ``(-1, H, W, C)``.
+    """
+    for linear, convolution in list(_before_maps(found, loaded))[:_MOST_MAPS]:
+        sizes = _made_map(model, found, linear, convolution)
+        if sizes is not None:
+            name = dotted(linear.path)
+            first = ", ".join(map(str, (sizes[-1], *sizes[:-1])))
+            yield (
+                f"{name} of {hooks.unhooked_class(type(model)).__name__}: its output becomes a map {sizes}, channels "
+                "last, and was loaded as that of PyTorch, whose maps have channels first: the output is wrong. Write "
+                f"jnp.moveaxis(x.reshape(len(x), {first}), 1, -1) for it, or flatten={{{name!r}: "
+                f"({linear.node.in_features},)}} if PyTorch's view is as the model's"
+            )
+
+
+def _before_maps(found: Sequence[Site], loaded: Mapping[str, Any]) -> Iterator[tuple[Site, Site]]:
+    """Find the linear layers that may give the map that the next convolution takes, each with that."""
+    before: Site | None = None
+    for site in found:
+        if rule_for(type(site.node)) is LINEAR:
+            before = site if site.sizes is None and site.name("kernel") in loaded else None
+        elif isinstance(site.node, (nnx.Conv, nnx.ConvTranspose)):
+            channels, width = site.get("in_features"), before.get("out_features") if before is not None else 0
+            if before is not None and type(channels) is int and width > channels and width % channels == 0:
+                yield before, site
+            before = None
+
+
+def _made_map(model: Any, found: Sequence[Site], linear: Site, convolution: Site) -> tuple[int, ...] | None:
+    """Return the sizes of the map that a layer's output becomes: in a run of an image, or of the row that it takes."""
+    path, row = linear.path, jax.ShapeDtypeStruct((1, linear.node.in_features), linear.node.kernel.dtype)
+    shared = next((i for i, (a, b) in enumerate(zip(path, convolution.path, strict=False)) if a != b), 0)
+    runs = [(at(model, path[:depth]), path[:depth], row) for depth in range(shared + 1)]
+    first = next((s.node for s in found if isinstance(s.node, (nnx.Conv, nnx.ConvTranspose))), None)
+    runs += [(model, (), image) for image in _images(first)]
+    for module, begin, given in runs:
+        seen: list[tuple[int, ...] | None] = []
+
+        def look(path: Path, given: Sequence[Any], producers: Producers, begin: Path = begin, seen: Any = seen) -> None:
+            if dotted((*begin, *path)) == dotted(convolution.path) and given and not seen:
+                seen.append(_sizes_of_row(given[0], linear.node.out_features, producers))
+
+        if isinstance(module, nnx.Module) and callable(module):
+            with contextlib.suppress(Exception):  # of what the module does not take
+                AbstractCall(module, (given,), {}, look=look).run()
+        if seen and seen[0] is not None:
+            return seen[0]
+    return None
+
+
+def _sizes_of_row(value: Any, width: int, producers: Producers) -> tuple[int, ...] | None:
+    """Return the sizes ``(*spatial, channels)`` of a map that was a row of some width, a linear layer's output."""
+    for made, name, operands, _ in _back(value, producers, _has_shape_of):
+        if name == "reshape" and np.shape(operands[0])[-1:] == (width,):
+            sizes = np.shape(made)[np.ndim(operands[0]) - 1 :]
+            is_linear = any(op == "dot_general" for _, op, _, _ in _back(operands[0], producers, _has_shape_of))
+            if len(sizes) > 1 and math.prod(sizes) == width and is_linear:
+                return sizes
+    return None
+
+
+def _has_shape_of(made: Any, operand: Any) -> bool:
+    return np.shape(operand) == np.shape(made)
