@@ -11,6 +11,7 @@ A decoder goes the other way, from the row that a Linear gives to a map: its num
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -46,22 +47,32 @@ def remarks(
         loaded: What was loaded, by the model's names.
         flatten: Of which layers the user has said what is flattened: of those nothing is said.
     """
-    found = with_sizes(list(sites(survey.model)), flatten)[0]
-    read = _of_rows(survey, found, loaded)
-    yield from () if read is None else (read,)
-    yield from _of_maps(survey.model, found, loaded)
-
-
-def _of_rows(survey: Survey, found: Sequence[Site], loaded: Mapping[str, Any]) -> str | None:
-    """Say which layers read what was flattened channels last."""
     model = survey.model
-    convolutions = [node for _, node in survey.nodes if isinstance(node, (nnx.Conv, nnx.ConvTranspose))]
-    if not convolutions or not isinstance(model, nnx.Module) or not callable(model):
-        return None
+    found = with_sizes(list(sites(model)), flatten)[0]
     layers = {dotted(site.path): site for site in found if rule_for(type(site.node)).flattens}
     widths = {name: width for name, site in layers.items() if (width := _input_width(site, loaded)) is not None}
-    suspects = [name for name in _suspects(found, widths) if layers[name].sizes is None]
-    merged = _first_found(model, suspects, convolutions[0]) if suspects else {}
+    said = [name for name in widths if layers[name].sizes is not None]
+    suspects = [name for name in _suspects(found, widths) if name not in said]
+    maps = list(itertools.islice(_before_maps(found, loaded), _MOST_MAPS))
+    images: Sequence[Any] = ()
+    if isinstance(model, nnx.Module) and callable(model):
+        first = next((s.node for s in found if isinstance(s.node, (nnx.Conv, nnx.ConvTranspose))), None)
+        images = list(_images(first))
+        merged: dict[str, tuple[int, ...]] = {}
+        if suspects or (maps and said):
+            merged, images = _first_found(model, [*suspects, *said], widths, images)
+        row = _of_rows(model, layers, widths, {name: sizes for name, sizes in merged.items() if name not in said})
+        yield from () if row is None else (row,)
+    for linear, convolution in maps:
+        sizes = _made_map(model, linear, convolution, images)
+        if sizes is not None:
+            yield _of_map(model, linear, sizes)
+
+
+def _of_rows(
+    model: Any, layers: Mapping[str, Site], widths: Mapping[str, int], merged: Mapping[str, tuple[int, ...]]
+) -> str | None:
+    """Say which layers read what was flattened channels last."""
     sizes = {name: _sizes(whole, widths[name]) for name, whole in merged.items()}
     said = {name: str(site.sizes) for name, site in layers.items() if site.sizes is not None}
     for name, told in [*sizes.items(), *said.items()]:  # a norm leaves the order to what comes after it
@@ -80,20 +91,41 @@ def _of_rows(survey: Survey, found: Sequence[Site], loaded: Mapping[str, Any]) -
     )
 
 
-def _first_found(model: Any, names: Collection[str], convolution: Any) -> dict[str, tuple[int, ...]]:
-    """Return what is flattened before some layers in a run of the first image that is large enough."""
-    for image in _images(convolution):
+def _first_found(
+    model: Any, names: Collection[str], widths: Mapping[str, int], images: Sequence[Any]
+) -> tuple[dict[str, tuple[int, ...]], Sequence[Any]]:
+    """Return what is flattened before some layers in runs of the first image that is large enough, and of its size.
+
+    Returns:
+        The sizes by name, and the images that are left to be tried: the one of the right size, if it is known.
+    """
+    for image in images:
         found = _flattened(model, names, image)
-        if found is not None:
-            return found
-    return {}
+        if found is None:
+            continue
+        scaled = _scaled(image, found, widths)
+        if scaled is None:
+            return found, images
+        return found | (_flattened(model, names, scaled) or {}), [scaled]
+    return {}, images
 
 
 def _images(convolution: Any) -> Iterator[jax.ShapeDtypeStruct]:
     """Give images of several sizes that a convolution takes."""
-    for length in _LENGTHS if isinstance(convolution.in_features, int) else ():
+    for length in _LENGTHS if convolution is not None and isinstance(convolution.in_features, int) else ():
         shape = (1, *(length,) * len(convolution.kernel_size), convolution.in_features)
         yield jax.ShapeDtypeStruct(shape, convolution.kernel.dtype)
+
+
+def _scaled(image: Any, found: Mapping[str, tuple[int, ...]], widths: Mapping[str, int]) -> Any:
+    """Return the image whose map has as many numbers as the layer takes that reads it; None if it is not known."""
+    length = image.shape[1]
+    for name, (*spatial, channels) in found.items():
+        side = round((widths[name] // channels) ** (1 / len(spatial)))
+        if len(set(spatial)) == 1 and side != spatial[0] and side ** len(spatial) * channels == widths[name]:
+            length += (side - spatial[0]) * 2 ** round(math.log2(length / spatial[0]))  # as strides are mostly
+            return jax.ShapeDtypeStruct((1, *(max(length, 1),) * len(spatial), image.shape[-1]), image.dtype)
+    return None
 
 
 def _after_norm(layers: Mapping[str, Site], widths: Mapping[str, int], name: str) -> str | None:
@@ -218,22 +250,18 @@ def _has_convolution(param: Any) -> bool:
 # ---------------------------------------------------------------- maps that are made of a row
 
 
-def _of_maps(model: Any, found: Sequence[Site], loaded: Mapping[str, Any]) -> Iterator[str]:
-    """Say which layers' outputs are made maps with channels last.
+def _of_map(model: Any, linear: Site, sizes: tuple[int, ...]) -> str:
+    """Say that a layer's output is made a map channels last.
 
     PyTorch's ``view(-1, C, H, W)`` takes the numbers of a row in another order than a reshape to ``(-1, H, W, C)``.
     """
-    for linear, convolution in list(_before_maps(found, loaded))[:_MOST_MAPS]:
-        sizes = _made_map(model, found, linear, convolution)
-        if sizes is not None:
-            name = dotted(linear.path)
-            first = ", ".join(map(str, (sizes[-1], *sizes[:-1])))
-            yield (
-                f"{name} of {hooks.unhooked_class(type(model)).__name__}: its output becomes a map {sizes}, channels "
-                "last, and was loaded as that of PyTorch, whose maps have channels first: the output is wrong. Write "
-                f"jnp.moveaxis(x.reshape(len(x), {first}), 1, -1) for it, or flatten={{{name!r}: "
-                f"({linear.node.in_features},)}} if PyTorch's view is as the model's"
-            )
+    name, first = dotted(linear.path), ", ".join(map(str, (sizes[-1], *sizes[:-1])))
+    return (
+        f"{name} of {hooks.unhooked_class(type(model)).__name__}: its output becomes a map {sizes}, channels last, and "
+        "was loaded as that of PyTorch, whose maps have channels first: the output is wrong. Write "
+        f"jnp.moveaxis(x.reshape(len(x), {first}), 1, -1) for it, or flatten={{{name!r}: "
+        f"({linear.node.in_features},)}} if PyTorch's view is as the model's"
+    )
 
 
 def _before_maps(found: Sequence[Site], loaded: Mapping[str, Any]) -> Iterator[tuple[Site, Site]]:
@@ -249,13 +277,12 @@ def _before_maps(found: Sequence[Site], loaded: Mapping[str, Any]) -> Iterator[t
             before = None
 
 
-def _made_map(model: Any, found: Sequence[Site], linear: Site, convolution: Site) -> tuple[int, ...] | None:
+def _made_map(model: Any, linear: Site, convolution: Site, images: Sequence[Any]) -> tuple[int, ...] | None:
     """Return the sizes of the map that a layer's output becomes: in a run of an image, or of the row that it takes."""
     path, row = linear.path, jax.ShapeDtypeStruct((1, linear.node.in_features), linear.node.kernel.dtype)
     shared = next((i for i, (a, b) in enumerate(zip(path, convolution.path, strict=False)) if a != b), 0)
     runs = [(at(model, path[:depth]), path[:depth], row) for depth in range(shared + 1)]
-    first = next((s.node for s in found if isinstance(s.node, (nnx.Conv, nnx.ConvTranspose))), None)
-    runs += [(model, (), image) for image in _images(first)]
+    runs += [(model, (), image) for image in images]
     for module, begin, given in runs:
         seen: list[tuple[int, ...] | None] = []
 

@@ -343,3 +343,40 @@ def test_an_image_that_becomes_a_row_and_a_map_again() -> None:
     row, out = torch.nn.Linear(5, 30), torch.nn.Conv2d(5, 4, 3, padding=1)
     with pytest.warns(UserWarning, match=r"fc of Coder: its output becomes a map \(2, 3, 5\)"):
         lm.load(Coder(), state(conv=CONV, fc=row, out=out), layout="torch")
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_all_of_an_autoencoder_is_looked_at_by_an_image_of_its_size(padding: str) -> None:
+    """Two layers read the map; behind the first, an image of another size comes to no other layer."""
+
+    class Coder(nnx.Module):
+        def __init__(self, right: bool) -> None:
+            self.right, one = right, nnx.Rngs(0)
+            self.conv = lm.LazyConv2d(5, 3, strides=2, padding=(1 if padding == "SAME" else 0), rngs=one)
+            self.mean, self.spread = lm.LazyLinear(4, rngs=one), lm.LazyLinear(4, rngs=one)
+            self.row, self.out = lm.LazyLinear(45, rngs=one), lm.LazyConv2d(3, 3, rngs=one)
+
+        def __call__(self, x: jax.Array) -> Any:
+            x = flat(nnx.relu(self.conv(x)))
+            mean, spread = self.mean(x), self.spread(x)
+            row = self.row(mean)
+            row = jnp.moveaxis(row.reshape(-1, 5, 3, 3), 1, -1) if self.right else row.reshape(-1, 3, 3, 5)
+            return self.out(row), spread
+
+    side = 6 if padding == "SAME" else 7
+    conv = torch.nn.Conv2d(3, 5, 3, 2, padding=1 if padding == "SAME" else 0)
+    mean, spread, row, out = (torch.nn.Linear(45, 4), torch.nn.Linear(45, 4), torch.nn.Linear(4, 45),
+                              torch.nn.Conv2d(5, 3, 3, padding=1))  # fmt: skip
+    file = state(conv=conv, mean=mean, spread=spread, row=row, out=out)
+    sizes: dict[str, Any] = {"mean": (3, 3, 5), "spread": (3, 3, 5)}
+    for flatten, names in (({}, ["mean, spread", "row"]), ({"mean": (3, 3, 5)}, ["spread", "row"]), (sizes, ["row"])):
+        with pytest.warns(UserWarning) as caught:
+            lm.load(Coder(False), file, layout="torch", flatten=flatten)
+        assert [str(w.message).split(": ")[1].removesuffix(" of Coder") for w in caught] == names
+    model = loaded(Coder(True), file, flatten=sizes)
+    x = torch.randn(2, 3, side, side)
+    with torch.no_grad():
+        code = torch.relu(conv(x)).flatten(1)
+        wanted = out(row(mean(code)).view(-1, 5, 3, 3)).permute(0, 2, 3, 1).numpy(), spread(code).numpy()
+    for ours, theirs in zip(model(jnp.asarray(x.permute(0, 2, 3, 1).numpy())), wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
