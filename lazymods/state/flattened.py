@@ -56,8 +56,8 @@ def remarks(
     maps = list(itertools.islice(_before_maps(found, loaded), _MOST_MAPS))
     images: Sequence[Any] = ()
     if isinstance(model, nnx.Module) and callable(model):
-        first = next((s.node for s in found if isinstance(s.node, (nnx.Conv, nnx.ConvTranspose))), None)
-        images = list(_images(first))
+        convolutions = (s.node for s in found if isinstance(s.node, (nnx.Conv, nnx.ConvTranspose)))
+        images = [image for first in itertools.islice(convolutions, 1) for image in _images(first)]
         merged: dict[str, tuple[int, ...]] = {}
         if suspects or (maps and said):
             merged, images = _first_found(model, [*suspects, *said], widths, images)
@@ -112,7 +112,7 @@ def _first_found(
 
 def _images(convolution: Any) -> Iterator[jax.ShapeDtypeStruct]:
     """Give images of several sizes that a convolution takes."""
-    for length in _LENGTHS if convolution is not None and isinstance(convolution.in_features, int) else ():
+    for length in _LENGTHS if isinstance(convolution.in_features, int) else ():
         shape = (1, *(length,) * len(convolution.kernel_size), convolution.in_features)
         yield jax.ShapeDtypeStruct(shape, convolution.kernel.dtype)
 
