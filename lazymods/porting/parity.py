@@ -96,7 +96,8 @@ def parity(
         root = Pair(Site(model), "", torch_module)
         whole = Call(ours.inputs, ours.outputs), Call(theirs.inputs, theirs.outputs)
         comparison.add(root, 0, *whole, is_whole=True)
-    notes = [*_settings(kept), *map(_note, comparison.suspects), *_uncompared(model, kept, ours, theirs)]
+    notes = [*_settings(kept), *map(_note, comparison.suspects), *comparison.misfits]
+    notes += _uncompared(model, kept, ours, theirs)
     reason = comparison.reason(model, torch_module)
     return ParityReport(
         tuple(comparison.rows), comparison.first, reason.text, reason.write, tuple(notes), tolerance
@@ -198,7 +199,10 @@ class _Comparison:
         self._torch = torch
         self._moves_from = moves_from
         self.suspects: list[Reason] = []
+        self.misfits: list[str] = []
         self._failure: _Failure | None = None
+        outputs = compared(ours.outputs, theirs.outputs, moves=moves_from < math.inf)
+        self._is_right = outputs is not None and all(match.agrees(tolerance) for match in outputs)
         inputs = compared(ours.inputs, theirs.inputs) or ()
         self._earlier = [Earlier("the model's input", match) for match in inputs if match.agrees(tolerance)]
 
@@ -206,6 +210,9 @@ class _Comparison:
         """Compare one call; that of the whole model, if it is no layer itself."""
         moves = self._may_move(other)
         matches = compared(mine.outputs, other.outputs, None if is_whole else pair.module, moves=moves)
+        if matches is None and self._is_right:  # one side cuts off later what the other does not compute, as padding
+            self.misfits.append(f"{pair.path} is not compared: its output is {_shown(mine)}, PyTorch's {_shown(other)}")
+            return
         worst = max(matches or (), key=lambda match: match.relative, default=None)
         row = ParityRow(
             path=pair.path,

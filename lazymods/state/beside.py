@@ -44,7 +44,9 @@ class Beside:
         self.flatten = flatten
         self.config: config_file.Config | None = None if file.in_memory else config_file.beside(file.path)
         is_tied = self.config is not None and self.config.ties and self.is_torch
-        self.tied: tuple[str, str] | None = tied_heads.find(survey.places, prepared.entries) if is_tied else None
+        said = [] if self.config is None else self.config.find(("vocab_size",))
+        words = {n for _, n in said if isinstance(n, int)}
+        self.tied: tuple[str, str] | None = tied_heads.find(survey.places, prepared.entries, words) if is_tied else None
         if self.tied is not None and len(prepared.laid.get(self.tied[1], ())) == 1:
             head, embedding = self.tied
             second = f"{head.removesuffix('.kernel')}.weight"
@@ -71,9 +73,7 @@ class Beside:
                 f"{head} and {embedding} are one parameter in the file (tie_word_embeddings) and two in the model; "
                 "both are filled, and will train apart. To use one for both: nnx.Embed.attend"
             )
-        forgotten = self._forgotten_flatten(result)
-        if forgotten is not None:
-            out.append(forgotten)
+        out += self._other_orders(result)
         missing = [name for name in result.missing if not may_miss(name)]
         return out + tied_heads.remarks(self.survey.places, missing, result.unexpected, entries)
 
@@ -85,11 +85,11 @@ class Beside:
         elif note := modes.note_of(model):
             result.notes.append(note)
 
-    def _forgotten_flatten(self, result: LoadResult) -> str | None:
+    def _other_orders(self, result: LoadResult) -> list[str]:
         if not self.is_torch or not any(isinstance(n, (nnx.Conv, nnx.ConvTranspose)) for _, n in self.survey.nodes):
-            return None
+            return []
         from lazymods.state import flattened  # with what runs models, which most loads do without
 
         entries = self.prepared.entries
         loaded = {name: entries[name] for name in result.matched if name in entries}
-        return flattened.remark(self.survey, loaded, self.flatten)
+        return list(flattened.remarks(self.survey, loaded, self.flatten))

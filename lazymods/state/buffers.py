@@ -19,6 +19,7 @@ _BY_NAME = {
     "cos_cached": "rotary angles",
     "sin_cached": "rotary angles",
     "relative_position_index": "indices of positions",
+    "relative_coords_table": "distances of positions",
 }
 _MASKS = ("bias", "mask", "causal_mask", "attn_mask", "tril")
 
@@ -37,6 +38,8 @@ def known_buffer(name: str, tensor: Any) -> str | None:
         values = tensor.read()
         wanted = np.arange(shape[-1]) if leaf == "position_ids" else np.zeros(1)
         return "numbers of positions" if np.array_equal(values, np.broadcast_to(wanted, shape)) else None
+    if leaf == "attn_mask" and len(shape) == 3 and np.isin(tensor.read().astype(np.float32), (0, -100)).all():
+        return "a mask of shifted windows"
     if leaf in _MASKS and len(shape) >= 2 and shape[-1] == shape[-2] > 1 and set(shape[:-2]) <= {1}:
         return "a causal mask" if _is_causal(np.asarray(tensor.read()).reshape(shape[-2:])) else None
     return None

@@ -125,10 +125,11 @@ def load(
     Warns:
         UserWarning: If a part of ``rename`` fits no entry, or drops one that the model then misses; if two parameters
             of the model are one in the file; if a matrix of 8-bit numbers, as quantized weights are stored, goes into
-            wider floats; if a layer reads what the model flattens channels last and was loaded as PyTorch has it, which
-            flattens channels first; if ``config.json`` beside the file has another activation function, or epsilon of
-            the norms; or if, with ``strict=False``, nothing at all was loaded, statistics of a BatchNorm were not, or
-            an output layer was left to chance or left out that the embedding may stand for.
+            wider floats; if a layer reads what the model flattens channels last, or gives what becomes a map with
+            channels last, and was loaded as PyTorch has it, which has channels first; if ``config.json`` beside the
+            file has another activation function, or epsilon of the norms; or if, with ``strict=False``, nothing at all
+            was loaded, statistics of a BatchNorm were not, or an output layer was left to chance or left out that the
+            embedding may stand for.
 
     Example:
         >>> import tempfile, lazymods as lm

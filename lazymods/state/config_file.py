@@ -30,8 +30,8 @@ _MAX_BYTES = 10_000_000
 
 _HEADS = re.compile(r"(?!.*(kv|key|value)).*(^|_)heads?")
 _KV_HEADS = re.compile(r"num_key_value_heads|num_kv_heads")
-_WIDTHS = re.compile(r"(.*_)?head_dim|d_kv")
-_FEATURES = ("hidden_size", "n_embd", "d_model")
+_WIDTHS = re.compile(r"(.*_)?head_dim|d_kv|d_head|attention_head_size|kv_channels")
+_FEATURES = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim", "d_latents")
 _OURS = {
     "heads": ("num_heads", "num_attention_heads", "n_heads", "n_head"),
     "kv": ("num_kv_heads", "num_key_value_heads", "n_kv_heads"),
@@ -75,29 +75,48 @@ class Config:
         return self.values.get("tie_word_embeddings") is True
 
     def find(self, keys: Collection[str]) -> list[tuple[str, Any]]:
-        """Return what its parts say by any of some keys, each with its key."""
-        return [(key, part[key]) for part in self.parts for key in keys if part.get(key) is not None]
+        """Return what its parts say by any of some keys, each with its key; nothing, if one may have it by default."""
+        found = [[(key, part[key]) for key in keys if part.get(key) is not None] for part in self.parts]
+        if any(_has_defaults(part) for said, part in zip(found[1:], self.parts[1:], strict=True) if not said):
+            return []
+        return [told for said in found for told in said]
 
     def numbers(self, kind: str) -> dict[int, str]:
         """Return the numbers that it has of heads, of heads of keys and values, or of features of one, with their keys.
 
         Args:
             kind: ``"heads"``, ``"kv"`` or ``"width"``.
+
+        Returns:
+            None of them, if a part may have others by default.
         """
-        pattern = {"heads": _HEADS, "kv": _KV_HEADS, "width": _WIDTHS}[kind]
         out: dict[int, str] = {}
         if "multi_query" in self.values:  # by which Falcon's numbers are others
             return {}
-        if kind == "width" and "_class_name" in self.values:  # diffusers calls numbers of heads so
-            return {}
-        for part in self.parts:
-            for key, value in part.items():
-                if pattern.fullmatch(key):
-                    out |= {n: key for n in (value if isinstance(value, list) else [value]) if type(n) is int}
-        if kind == "width" and not out and (heads := self.numbers("heads")):
-            for key, features in self.find(_FEATURES):
-                out |= {features // n: f"{key} by {name}" for n, name in heads.items() if n and type(features) is int}
+        if "_class_name" in self.values and (kind == "width" or not self.values.get("num_attention_heads")):
+            return {}  # diffusers calls numbers of heads so, and may have others beside
+        for i, part in enumerate(self.parts):
+            said = _numbers(part, kind)
+            if not said and ((i and _has_defaults(part)) or (kind == "kv" and _numbers(part, "heads"))):
+                return {}
+            out |= said
         return out
+
+
+def _has_defaults(part: Mapping[str, Any]) -> bool:
+    """Whether a configuration in another one is that of a model, whose defaults ``transformers`` does not write."""
+    return isinstance(part.get("model_type"), str)
+
+
+def _numbers(part: Mapping[str, Any], kind: str) -> dict[int, str]:
+    pattern = {"heads": _HEADS, "kv": _KV_HEADS, "width": _WIDTHS}[kind]
+    said = {key: value if isinstance(value, list) else [value] for key, value in part.items() if pattern.fullmatch(key)}
+    out = {n: key for key, values in said.items() for n in values if type(n) is int}
+    if kind == "width" and not out:
+        sizes = {key: part[key] for key in _FEATURES if type(part.get(key)) is int}
+        heads = _numbers(part, "heads")
+        out = {size // n: f"{key} by {name}" for key, size in sizes.items() for n, name in heads.items() if n > 0}
+    return out
 
 
 def beside(path: Path) -> Config | None:

@@ -42,7 +42,7 @@ def export_torch(
     has dropped is left out, and what ``ignore`` or ``strict=False`` has, with a warning, unless it is tied to what was
     loaded: one tensor under two names, as PyTorch's files and :func:`save` tell; in other files an output layer
     (``lm_head``) with the numbers of an embedding of the model. Parameters that the file did not have are written
-    under their own names.
+    under their own names, but for biases of zeros.
 
     Args:
         model: An nnx module, initialized.

@@ -4,10 +4,14 @@ The file does not tell, and all shapes fit. The model's forward does: what reach
 whose axes a reshape has made one. So where a model has convolutions and a layer that may follow a flatten, a load looks
 at one run without values, of an image of any size: the width is another then, but the way is the same. A forward that
 takes something else than an image is not looked at.
+
+A decoder goes the other way, from the row that a Linear gives to a map: its numbers stand channels first in PyTorch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lazymods._graph import Path, dotted
+from lazymods._graph import Path, at, dotted
 from lazymods._model import hooks
 from lazymods._model.abstract_call import AbstractCall, Producers
 from lazymods.state.entries import Survey
@@ -29,28 +33,46 @@ _CONVOLUTION = "conv_general_dilated"
 _MIXES = frozenset(("dot_general", "transpose", "gather", "sort", "rev"))  # what comes out lies otherwise
 _WIDTHS = ("out_features", "num_features", "features")
 _MOST = 2000  # operations that are looked at
+_MOST_MAPS = 4  # layers whose outputs are looked at
 _LENGTHS = (64, 224, 32)  # of an image's axes, to be tried
 
 
-def remark(
+def remarks(
     survey: Survey, loaded: Mapping[str, Any], flatten: Mapping[str, Sequence[int]] | None
-) -> str | None:
-    """Say which layers read what was flattened channels last, and were loaded as PyTorch has them.
+) -> Iterator[str]:
+    """Say which layers read or give what the model has channels last, and were loaded as PyTorch has them.
 
     Args:
         survey: The model, loaded.
         loaded: What was loaded, by the model's names.
-        flatten: Of which layers the user has said what is flattened.
+        flatten: Of which layers the user has said what is flattened: of those nothing is said.
     """
     model = survey.model
-    convolutions = [node for _, node in survey.nodes if isinstance(node, (nnx.Conv, nnx.ConvTranspose))]
-    if not convolutions or not isinstance(model, nnx.Module) or not callable(model):
-        return None
     found = with_sizes(list(sites(model)), flatten)[0]
     layers = {dotted(site.path): site for site in found if rule_for(type(site.node)).flattens}
     widths = {name: width for name, site in layers.items() if (width := _input_width(site, loaded)) is not None}
-    suspects = [name for name in _suspects(found, widths) if layers[name].sizes is None]
-    merged = _first_found(model, suspects, convolutions[0]) if suspects else {}
+    said = [name for name in widths if layers[name].sizes is not None]
+    suspects = [name for name in _suspects(found, widths) if name not in said]
+    maps = list(itertools.islice(_before_maps(found, loaded), _MOST_MAPS))
+    images: Sequence[Any] = ()
+    if isinstance(model, nnx.Module) and callable(model):
+        convolutions = (s.node for s in found if isinstance(s.node, (nnx.Conv, nnx.ConvTranspose)))
+        images = [image for first in itertools.islice(convolutions, 1) for image in _images(first)]
+        merged: dict[str, tuple[int, ...]] = {}
+        if suspects or (maps and said):
+            merged, images = _first_found(model, [*suspects, *said], widths, images)
+        row = _of_rows(model, layers, widths, {name: sizes for name, sizes in merged.items() if name not in said})
+        yield from () if row is None else (row,)
+    for linear, convolution in maps:
+        sizes = _made_map(model, linear, convolution, images)
+        if sizes is not None:
+            yield _of_map(model, linear, sizes)
+
+
+def _of_rows(
+    model: Any, layers: Mapping[str, Site], widths: Mapping[str, int], merged: Mapping[str, tuple[int, ...]]
+) -> str | None:
+    """Say which layers read what was flattened channels last."""
     sizes = {name: _sizes(whole, widths[name]) for name, whole in merged.items()}
     said = {name: str(site.sizes) for name, site in layers.items() if site.sizes is not None}
     for name, told in [*sizes.items(), *said.items()]:  # a norm leaves the order to what comes after it
@@ -69,16 +91,41 @@ def remark(
     )
 
 
-def _first_found(model: Any, names: Collection[str], convolution: Any) -> dict[str, tuple[int, ...]]:
-    """Return what is flattened before some layers in a run of the first image that is large enough."""
-    if not isinstance(convolution.in_features, int):
-        return {}
-    for length in _LENGTHS:
+def _first_found(
+    model: Any, names: Collection[str], widths: Mapping[str, int], images: Sequence[Any]
+) -> tuple[dict[str, tuple[int, ...]], Sequence[Any]]:
+    """Return what is flattened before some layers in runs of the first image that is large enough, and of its size.
+
+    Returns:
+        The sizes by name, and the images that are left to be tried: the one of the right size, if it is known.
+    """
+    for image in images:
+        found = _flattened(model, names, image)
+        if found is None:
+            continue
+        scaled = _scaled(image, found, widths)
+        if scaled is None:
+            return found, images
+        return found | (_flattened(model, names, scaled) or {}), [scaled]
+    return {}, images
+
+
+def _images(convolution: Any) -> Iterator[jax.ShapeDtypeStruct]:
+    """Give images of several sizes that a convolution takes."""
+    for length in _LENGTHS if isinstance(convolution.in_features, int) else ():
         shape = (1, *(length,) * len(convolution.kernel_size), convolution.in_features)
-        found = _flattened(model, names, jax.ShapeDtypeStruct(shape, convolution.kernel.dtype))
-        if found is not None:
-            return found
-    return {}
+        yield jax.ShapeDtypeStruct(shape, convolution.kernel.dtype)
+
+
+def _scaled(image: Any, found: Mapping[str, tuple[int, ...]], widths: Mapping[str, int]) -> Any:
+    """Return the image whose map has as many numbers as the layer takes that reads it; None if it is not known."""
+    length = image.shape[1]
+    for name, (*spatial, channels) in found.items():
+        side = round((widths[name] // channels) ** (1 / len(spatial)))
+        if len(set(spatial)) == 1 and side != spatial[0] and side ** len(spatial) * channels == widths[name]:
+            length += (side - spatial[0]) * 2 ** round(math.log2(length / spatial[0]))  # as strides are mostly
+            return jax.ShapeDtypeStruct((1, *(max(length, 1),) * len(spatial), image.shape[-1]), image.dtype)
+    return None
 
 
 def _after_norm(layers: Mapping[str, Site], widths: Mapping[str, int], name: str) -> str | None:
@@ -151,7 +198,7 @@ def _flattened(model: Any, names: Collection[str], image: Any) -> dict[str, tupl
 
 def _flattened_sizes(value: Any, producers: Producers) -> tuple[int, ...] | None:
     """Return the sizes of the map whose axes became the last one of a value, channels last; None if there is none."""
-    for made, name, operands, _ in _back(value, producers, lambda made, operand: np.shape(operand) == np.shape(made)):
+    for made, name, operands, _ in _back(value, producers, _has_shape_of):
         if name == "reshape":
             shape, width = np.shape(operands[0]), np.shape(made)[-1:]
             first = next((i for i in reversed(range(len(shape))) if (math.prod(shape[i:]),) == width), len(shape))
@@ -198,3 +245,69 @@ def _has_convolution(param: Any) -> bool:
         equation.primitive.name == _CONVOLUTION or any(map(_has_convolution, equation.params.values()))
         for equation in getattr(program, "eqns", ())
     )
+
+
+# ---------------------------------------------------------------- maps that are made of a row
+
+
+def _of_map(model: Any, linear: Site, sizes: tuple[int, ...]) -> str:
+    """Say that a layer's output is made a map channels last.
+
+    PyTorch's ``view(-1, C, H, W)`` takes the numbers of a row in another order than a reshape to ``(-1, H, W, C)``.
+    """
+    name, first = dotted(linear.path), ", ".join(map(str, (sizes[-1], *sizes[:-1])))
+    return (
+        f"{name} of {hooks.unhooked_class(type(model)).__name__}: its output becomes a map {sizes}, channels last, and "
+        "was loaded as that of PyTorch, whose maps have channels first: the output is wrong. Write "
+        f"jnp.moveaxis(x.reshape(len(x), {first}), 1, -1) for it, or flatten={{{name!r}: "
+        f"({linear.node.in_features},)}} if PyTorch's view is as the model's"
+    )
+
+
+def _before_maps(found: Sequence[Site], loaded: Mapping[str, Any]) -> Iterator[tuple[Site, Site]]:
+    """Find the linear layers that may give the map that the next convolution takes, each with that."""
+    before: Site | None = None
+    for site in found:
+        if rule_for(type(site.node)) is LINEAR:
+            before = site if site.sizes is None and site.name("kernel") in loaded else None
+        elif isinstance(site.node, (nnx.Conv, nnx.ConvTranspose)):
+            channels, width = site.get("in_features"), before.get("out_features") if before is not None else 0
+            if before is not None and type(channels) is int and width > channels and width % channels == 0:
+                yield before, site
+            before = None
+
+
+def _made_map(model: Any, linear: Site, convolution: Site, images: Sequence[Any]) -> tuple[int, ...] | None:
+    """Return the sizes of the map that a layer's output becomes: in a run of an image, or of the row that it takes."""
+    path, row = linear.path, jax.ShapeDtypeStruct((1, linear.node.in_features), linear.node.kernel.dtype)
+    shared = next((i for i, (a, b) in enumerate(zip(path, convolution.path, strict=False)) if a != b), 0)
+    runs = [(at(model, path[:depth]), path[:depth], row) for depth in range(shared + 1)]
+    runs += [(model, (), image) for image in images]
+    for module, begin, given in runs:
+        seen: list[tuple[int, ...] | None] = []
+
+        def look(path: Path, given: Sequence[Any], producers: Producers, begin: Path = begin, seen: Any = seen) -> None:
+            if dotted((*begin, *path)) == dotted(convolution.path) and given and not seen:
+                seen.append(_sizes_of_row(given[0], linear.node.out_features, producers))
+
+        if isinstance(module, nnx.Module) and callable(module):
+            with contextlib.suppress(Exception):  # of what the module does not take
+                AbstractCall(module, (given,), {}, look=look).run()
+        if seen and seen[0] is not None:
+            return seen[0]
+    return None
+
+
+def _sizes_of_row(value: Any, width: int, producers: Producers) -> tuple[int, ...] | None:
+    """Return the sizes ``(*spatial, channels)`` of a map that was a row of some width, a linear layer's output."""
+    for made, name, operands, _ in _back(value, producers, _has_shape_of):
+        if name == "reshape" and np.shape(operands[0])[-1:] == (width,):
+            sizes = np.shape(made)[np.ndim(operands[0]) - 1 :]
+            is_linear = any(op == "dot_general" for _, op, _, _ in _back(operands[0], producers, _has_shape_of))
+            if len(sizes) > 1 and math.prod(sizes) == width and is_linear:
+                return sizes
+    return None
+
+
+def _has_shape_of(made: Any, operand: Any) -> bool:
+    return np.shape(operand) == np.shape(made)

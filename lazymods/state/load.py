@@ -246,15 +246,17 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
             "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one",
         )
         shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if missing else {}
+        options = missing_entries.Options(plan.survey, shapes, result.unexpected)
         for name in missing:
             got, line = known.get(name) or missing_entries.cause_of(plan.places, name, shapes) or usual
+            line = options.without(name) or line if line is usual[1] else line
             problems.append(Problem(name, got, "an entry for each parameter of the model", line))
         for name in result.unexpected:
             got = f"{describe(plan.given[name])}, an entry" if name in plan.given else "an entry"
             line = "strict=False  # leaves it out"
             if origin.is_flax and name.rpartition(".")[2] in TORCH_LEAVES:
                 line = _TORCH_LINE
-            line = _sizes_line(plan, name) or _head_line(plan, name) or line
+            line = plan.sizes_line(name) or options.with_it(name) or _head_line(plan, name) or line
             problems.append(
                 Problem(name, f"{got} that the model has no parameter for", "only entries of the model", line)
             )
@@ -275,19 +277,6 @@ def _head_line(plan: LoadPlan, name: str) -> str | None:
     """Say what to write for an entry that may be an output layer, where the model has the embedding for one."""
     embeddings = {n: w.value for n, w in plan.writes.items() if tied_heads.is_embedding(w.place)}
     return f"{tied_heads.LINE}  # for it" if tied_heads.untied(plan.given.get(name), embeddings) else None
-
-
-def _sizes_line(plan: LoadPlan, name: str) -> str | None:
-    """Say what to write if an entry may be of a lazy layer that does not know how many sizes it has."""
-    for path, layer in plan.lazy:
-        spec = vars(layer)[STATE].spec
-        if spec is None or not name.startswith(prefix_of(path)):
-            continue
-        several = [n for n in spec.left_out if isinstance(spec.default_of(n), (tuple, list))]
-        if several or spec.guesses:
-            sizes = ", ".join(f"{n}=..." for n in several or spec.unknown)
-            return f"{spec.name}({sizes})  # the sizes of the file; or model(x) before the load"
-    return None
 
 
 def _cause(result: LoadResult, origin: Origin) -> tuple[str, str] | None:

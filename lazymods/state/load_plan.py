@@ -24,7 +24,7 @@ from lazymods._layer.config import REFUSALS, ConstructorInit, LayerConfig, examp
 from lazymods._layer.formulas import ShapeFormulas
 from lazymods._layer.placeholder import UninitializedVariable, fits, show_shape
 from lazymods._spread import is_spread
-from lazymods.state.entries import IMPL, Place, Survey, home_trace
+from lazymods.state.entries import IMPL, Place, Survey, home_trace, prefix_of
 from lazymods.state.files.stored import Unread
 from lazymods.state.plain import as_number
 from lazymods.state.values import (
@@ -122,12 +122,25 @@ class LoadPlan:
         """Name a place by its path and what is there."""
         return located(place.name, type(place.owner).__name__)
 
-    def mismatch(self, place: Place, got: str, needed: str) -> None:
+    def mismatch(self, place: Place, got: str, needed: str, write: str | None = None) -> None:
         """Note an entry whose shape does not fit."""
         self.mismatched.append(place.name)
         if not self.skip:
-            write = 'mismatched="skip"  # leaves it out'
+            write = write or 'mismatched="skip"  # leaves it out'
             self.problems.append(Problem(self.where(place), got, needed, write))
+
+    def sizes_line(self, name: str) -> str | None:
+        """Say what to write if an entry may be of a lazy layer whose sizes it does not tell, not even how many."""
+        sized = {id(layer) for layer, _ in self.sized}
+        for path, layer in self.lazy:
+            spec = vars(layer)[STATE].spec
+            if spec is None or not name.startswith(prefix_of(path)):
+                continue
+            several = [n for n in spec.left_out if isinstance(spec.default_of(n), (tuple, list))]
+            if several or spec.guesses or (spec.unknown and structure.decides(layer) and id(layer) not in sized):
+                sizes = ", ".join(f"{n}=..." for n in several or spec.unknown)
+                return f"{spec.name}({sizes})  # the sizes of the file; or model(x) before the load"
+        return None
 
     def cast_problem(self, place: Place, array: Any, dtype: Any) -> str | None:
         """Say why an array cannot be cast, or return None; where it is read in parts, by its dtype only."""
@@ -264,7 +277,8 @@ def _check_entry(plan: LoadPlan, place: Place, value: Any) -> None:
     shape = current.pending.shape if place.lazy else tuple(np.shape(current))
     if not fits(shape, array.shape):
         needed = show_shape(shape) if shape is not None else "?"
-        plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting")
+        write = plan.sizes_line(place.name) if place.lazy and len(shape or ()) != array.ndim else None
+        plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting", write)
         return
     made = plan.made_instead(place, tuple(array.shape))
     dtype = plan.target_dtype(place, array.dtype, made)

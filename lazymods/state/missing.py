@@ -6,15 +6,18 @@ layer of a language model whose file has it only once, as the embedding that it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 from flax import nnx
 
 from lazymods import _graph
+from lazymods._graph import dotted
 from lazymods._layer.placeholder import fits
-from lazymods.state.entries import Place, leaf_of, raw_of
+from lazymods.state.entries import Place, Survey, leaf_of, raw_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -32,7 +35,9 @@ def cause_of(places: Mapping[str, Place], name: str, loaded: Shapes) -> tuple[st
     """
     place = places.get(name)
     is_statistic = place is not None and isinstance(place.holder, nnx.BatchNorm) and place.key in ("mean", "var")
-    if is_statistic and not any(f"{name.rpartition('.')[0]}.{key}".lstrip(".") in loaded for key in ("mean", "var")):
+    prefix = name[: name.rfind(".") + 1]
+    found = {key for key in ("mean", "var", "scale", "bias") if prefix + key in loaded}
+    if is_statistic and found and not found & {"mean", "var"}:  # the layer is in the file, under its name
         got = "no running statistics in the file: BatchNorm of PyTorch without track_running_stats has none"
         return got, "strict=False  # and use_running_average=False: such a layer always normalizes by its batch"
     embedding = tied_to(places, name, loaded)
@@ -68,3 +73,50 @@ def known_shape(place: Place) -> tuple[int | None, ...] | None:
 def value_now(place: Place) -> Any:
     """Return what is at a place now, which may have been a placeholder when the place was found."""
     return leaf_of(raw_of(place.owner) if place.is_variable else place.owner, place.leaf)
+
+
+class Options:
+    """What to write where a layer has a bias or a scale and the file has not, or the other way: ``use_bias``.
+
+    Args:
+        survey: The model.
+        loaded: Names of what is loaded.
+        unexpected: Names of what the file has beside.
+    """
+
+    def __init__(self, survey: Survey, loaded: Collection[str], unexpected: Collection[str]) -> None:
+        self.survey, self.loaded = survey, loaded
+        self.named_otherwise = {name.rpartition(".")[0] for name in unexpected}  # what is missing may be among these
+        self.filled = {name.rpartition(".")[0] for name in loaded}
+
+    @functools.cached_property
+    def nodes(self) -> dict[str, Any]:
+        """The modules, by each of their names."""
+        return {dotted(path): node for path, node in self.survey.named_nodes}
+
+    def without(self, name: str) -> str | None:
+        """Return the line for a parameter that is missing; None if the file has nothing of its layer."""
+        module = name.rpartition(".")[0]
+        owner = self._owner(name, True)
+        if owner is None or module not in self.filled or module in self.named_otherwise:
+            return None
+        others = [n for n in self.loaded if n.startswith(f"{owner}.".lstrip(".")) and n.endswith(".bias")]
+        if owner != module and others:
+            return f'lm.load(model, source, missing=r"{re.escape(name)}$")  # it stays as it is: zeros, if it is new'
+        return f"use_{name.rpartition('.')[2]}=False  # of {self._called(owner)}"
+
+    def with_it(self, name: str) -> str | None:
+        """Return the line for an entry that a layer was made without."""
+        owner = self._owner(name, False)
+        return None if owner is None else f"use_{name.rpartition('.')[2]}=True  # of {self._called(owner)}"
+
+    def _owner(self, name: str, has: bool) -> str | None:
+        """Return the module whose option says that a layer has a parameter, or none; of attentions the whole."""
+        module, _, leaf = name.rpartition(".")
+        if getattr(self.nodes.get(module), "__dict__", {}).get(f"use_{leaf}") is not has:
+            return None
+        outer = module.rpartition(".")[0]
+        return outer if module and isinstance(self.nodes.get(outer), nnx.MultiHeadAttention) else module
+
+    def _called(self, module: str) -> str:
+        return module or type(self.nodes[module]).__name__

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from lazymods.state.array_rules import Found, check_names, compiled, problem_of, wide_dtype
+from lazymods.state.array_rules import Found, check_names, check_whole_numbers, compiled, problem_of, wide_dtype
 from lazymods.state.files.stored import Array, StoredTensor
 from lazymods.state.flow import ArrayRule, Entry, Group, Unfit, derived
 from lazymods.state.values import cast_problem
@@ -42,7 +42,8 @@ class Dequantize(ArrayRule):
     axis: int = 0
 
     def __post_init__(self) -> None:
-        check_names(self, self.pattern)
+        check_names(self, self.pattern, self.scale, self.into, *(() if self.zero is None else (self.zero,)))
+        check_whole_numbers(self, "axis", (self.axis,))
 
     def keeps(self, index: int) -> bool:
         """Keep scales and zero points."""

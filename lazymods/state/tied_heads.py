@@ -7,7 +7,7 @@ missing, and the line to write is told (:mod:`lazymods.state.missing`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,22 +19,24 @@ from lazymods.state.missing import cause_of, known_shape, tied_to, value_now
 from lazymods.state.values import same_values
 
 
-def find(places: Mapping[str, Place], entries: Mapping[str, Any]) -> tuple[str, str] | None:
+def find(places: Mapping[str, Place], entries: Mapping[str, Any], words: Collection[int]) -> tuple[str, str] | None:
     """Find the output layer that a file lacks and an embedding fits.
 
     Args:
         places: The model's entries.
         entries: What the file has for them.
+        words: How many the vocabulary has: other tables, as of positions, are none of it; empty: that is not known.
 
     Returns:
         The kernel's name and the embedding's; None if there is none, or more than one layer may be meant.
     """
     shapes = {n: tuple(np.shape(v)) for n, v in entries.items() if n in places}
     filled = {places[name].identity for name in shapes}
+    tables = {n: shape for n, shape in shapes.items() if not words or (shape and shape[0] in words)}
     found = [
         (name, embedding)
         for name, place in places.items()
-        if place.identity not in filled and (embedding := tied_to(places, name, shapes)) is not None
+        if place.identity not in filled and (embedding := tied_to(places, name, tables)) is not None
     ]
     return found[0] if len({places[name].identity for name, _ in found}) == 1 else None
 

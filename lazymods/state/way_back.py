@@ -53,25 +53,31 @@ def as_loaded(
         got = "an entry of the file that the model's parameters were computed from"
         needed = "a parameter that the file has as it is: from these parts there is no way back"
         problems.append(Problem(name, got, needed, _WITHOUT))
-    second = _second_names(model, way, made, held)
-    for name, value in made.items():
-        if name in way.final or name in counters or name in second or _is_zero_bias(name, value, way):
-            continue
-        if name in out:
-            problems.append(Problem(name, "two entries of that name", "one", _WITHOUT))
-        out[name] = _whole(value)
+    out |= _new_names(model, way, {n: v for n, v in made.items() if n not in counters}, held, problems, out)
     return out
 
 
-def _second_names(model: Any, way: WayBack, made: Mapping[str, Any], held: Mapping[str, list[str]]) -> set[str]:
-    """Return the names, which the file does not have, of what it has under another one: the model ties them."""
+def _new_names(
+    model: Any,
+    way: WayBack,
+    made: Mapping[str, Any],
+    held: Mapping[str, list[str]],
+    problems: list[Problem],
+    out: Mapping[str, Array],
+) -> dict[str, Array]:
+    """Return what the file has under no name, as a tie of the model would be, without biases of zeros."""
     places = named_places(model)
-    there = {places[n].identity for name in made if name in way.loaded for n in held.get(name, ()) if n in places}
-
-    def is_there(names: list[str]) -> bool:
-        return bool(names) and all(n in places and places[n].identity in there for n in names)
-
-    return {name for name in made if name not in way.final and is_there(held.get(name, []))}
+    holds = {name: {places[n].identity for n in held.get(name, []) if n in places} for name in made}
+    zeros = {name for name in made if _is_zero_bias(name, made, way)}
+    there = {identity for name in made if name in way.loaded or name in zeros for identity in holds[name]}
+    new: dict[str, Array] = {}
+    for name, value in made.items():
+        if name in way.final or name in zeros or (holds[name] and holds[name] <= there):
+            continue
+        if name in out:
+            problems.append(Problem(name, "two entries of that name", "one", _WITHOUT))
+        new[name] = _whole(value)
+    return new
 
 
 def _originals(way: WayBack, undone: Mapping[int, Any], problems: list[Problem]) -> dict[str, Array]:
@@ -155,12 +161,15 @@ def _as_computed(
     return out | {name: given[name].read() for name in done}, done
 
 
-def _is_zero_bias(name: str, value: Any, way: WayBack) -> bool:
-    """Whether it is the bias, zeros, of a recurrent layer that has none in the file."""
-    stem, _, leaf = name.rpartition(".")
-    beside = f"{stem}.{leaf}".lstrip(".").replace("bias_hh", "weight_ih").replace("bias_ih", "weight_ih")
-    is_bias = leaf.startswith(("bias_ih", "bias_hh")) and beside in way.final
-    return is_bias and not np.any(np.asarray(_whole(value)) != 0)
+def _is_zero_bias(name: str, made: Mapping[str, Any], way: WayBack) -> bool:
+    """Whether it is a bias of zeros, of recurrent layers as the other one, of a layer that has none in the file."""
+    stem, dot, leaf = name.rpartition(".")
+    weight = leaf.replace("bias", "weight")
+    beside = (weight, f"{weight}_g", f"parametrizations.{weight}.original0")
+    if name in way.final or "bias" not in leaf or not any(stem + dot + other in way.final for other in beside):
+        return False
+    both = {stem + dot + leaf.replace(*words) for words in (("_ih", "_hh"), ("_hh", "_ih"))} | {name}
+    return not any(np.any(np.asarray(_whole(made[n])) != 0) for n in both if n in made)
 
 
 def _undo(way: WayBack, values: dict[int, Any], problems: list[Problem]) -> dict[int, Any]:

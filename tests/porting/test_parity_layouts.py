@@ -268,3 +268,25 @@ def test_slopes_of_channels_that_come_first() -> None:
     result = lm.load(model, net, layout="torch")
     report = lm.parity(model, net, torch.randn(2, 5, 3), result)
     assert report.agrees and [row.path for row in report.rows] == ["fc", "act", ""], str(report)
+
+
+class Cut(nn.Module):
+    """Takes off what a causal convolution is padded with at its end."""
+
+    def forward(self, x: Any) -> Any:
+        return x[..., :-2]
+
+
+def test_a_causal_convolution_whose_end_pytorch_cuts_off(tmp_path: Path) -> None:
+    net = sequential(conv=nn.Conv1d(3, 4, 3, padding=2), cut=Cut(), act=nn.GELU("tanh"), out=nn.Conv1d(4, 2, 1))
+    x = torch.randn(2, 3, 6)
+
+    def model(padding: Any) -> Any:
+        layers = [lm.LazyConv(4, (3,), padding=padding, rngs=R(0)), lm.LazyConv(2, (1,), rngs=R(0))]
+        return Sequence(conv=layers[0], act=nnx.gelu, out=layers[1])
+
+    report = port(net, model("CAUSAL"), tmp_path, x)
+    assert report.agrees and [row.path for row in report.rows] == ["out", ""]
+    assert report.notes == ("conv is not compared: its output is f32[2,6,4], PyTorch's f32[2,4,8]",)
+    report = port(net, model("SAME"), tmp_path, x)
+    assert report.first is not None and report.first.path == "conv" and not report.agrees

@@ -208,3 +208,85 @@ def test_full_text(make: Callable[[], Any], given: dict[str, Any], expected: str
         lm.load_state_dict(model, given)
     assert type(caught.value) is (lm.UninitializedError if "uninitialized" in expected else lm.StateDictError)
     assert str(caught.value) == expected
+
+
+# ---------------------------------------------------------------- options that the file decides
+
+
+def options_of(name: str, **options: Any) -> Any:
+    layers = {
+        "fc": lambda: lm.LazyLinear(4, rngs=nnx.Rngs(0), **options),
+        "norm": lambda: lm.LazyLayerNorm(rngs=nnx.Rngs(0), **options),
+        "bn": lambda: lm.LazyBatchNorm(rngs=nnx.Rngs(0), **options),
+        "attn": lambda: lm.LazyMultiHeadAttention(2, decode=False, rngs=nnx.Rngs(0), **options),
+    }
+    return nnx.Dict({name: layers[name]()})
+
+
+EYE, ONES = np.eye(4, dtype=np.float32), np.ones(4, np.float32)
+PROJECTIONS = {f"attn.{n}_proj.weight": EYE for n in ("q", "k", "v", "out")}
+BIASES = {name.replace("weight", "bias"): ONES for name in PROJECTIONS}
+WITHOUT_ONE = {name: value for name, value in BIASES.items() if "k_proj" not in name}
+ALL = [f"attn.{n}.bias" for n in ("query", "key", "value", "out")]
+KEPT = r'lm.load(model, source, missing=r"attn\.key\.bias$")  # it stays as it is: zeros, if it is new'
+OPTIONS: dict[str, tuple[dict[str, bool], dict[str, np.ndarray], dict[str, str]]] = {
+    "fc": ({}, {"fc.weight": EYE}, {"fc.bias": "use_bias=False  # of fc"}),
+    "fc with": ({"use_bias": False}, {"fc.weight": EYE, "fc.bias": ONES}, {"fc.bias": "use_bias=True  # of fc"}),
+    "norm": ({}, {"norm.weight": ONES}, {"norm.bias": "use_bias=False  # of norm"}),
+    "bn": (
+        {},
+        {"bn.running_mean": ONES, "bn.running_var": ONES},
+        {"bn.scale": "use_scale=False  # of bn", "bn.bias": "use_bias=False  # of bn"},
+    ),
+    "attn": ({}, PROJECTIONS, dict.fromkeys(ALL, "use_bias=False  # of attn")),
+    "attn with": (
+        {"use_bias": False},
+        PROJECTIONS | BIASES,
+        dict.fromkeys(ALL, "use_bias=True  # of attn"),
+    ),
+    "attn but one": ({}, PROJECTIONS | WITHOUT_ONE, {"attn.key.bias": KEPT}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIONS)
+def test_a_bias_that_one_side_lacks(case: str) -> None:
+    options, file, wanted = OPTIONS[case]
+    name = case.split()[0]
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(options_of(name, **options), file, layout="torch")
+    assert {p.where: p.write for p in caught.value.problems} == wanted
+    said = dict(line.partition("  #")[0].split("=") for line in wanted.values() if line != KEPT)
+    model = options_of(name, **{option: value == "True" for option, value in said.items()})
+    missing = [] if said else r"attn\.key\.bias$"
+    assert tuple(lm.load(model, file, layout="torch", missing=missing))[1:] == ([], [])  # the line is right
+    assert said or not model["attn"].key.bias[...].any()
+
+
+def test_a_bias_of_another_name_is_not_left_out() -> None:
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(options_of("fc"), {"fc.weight": EYE, "fc.b": ONES}, layout="torch")
+    assert not any("use_bias" in problem.write for problem in caught.value.problems)
+
+
+class Windows(nnx.Module):
+    """A size that is an int or a pair, whose rank the constructor takes as it comes."""
+
+    def __init__(self, window: Any, *, rngs: nnx.Rngs) -> None:
+        self.conv = nnx.Conv(3, 4, window, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.conv(x)
+
+
+def test_a_size_that_is_an_int_or_a_pair() -> None:
+    lazy = lm.lazy(Windows, infer=lambda config, x: {"window": (3, 2)})
+    explicit = Windows((3, 2), rngs=nnx.Rngs(1))
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load_state_dict(lazy(rngs=nnx.Rngs(0)), lm.state_dict(explicit))
+    line = "LazyWindows(window=...)  # the sizes of the file; or model(x) before the load"
+    assert [(p.where, p.write) for p in caught.value.problems] == [("conv.kernel (UninitializedParameter)", line)]
+    ready, given = lazy(rngs=nnx.Rngs(0)), lazy(window=(3, 2), rngs=nnx.Rngs(0))
+    lm.materialize(ready, jnp.ones((1, 5, 5, 3)))
+    for model in (ready, given):
+        lm.load_state_dict(model, lm.state_dict(explicit))
+        np.testing.assert_array_equal(model.conv.kernel[...], explicit.conv.kernel[...])

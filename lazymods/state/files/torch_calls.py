@@ -96,6 +96,9 @@ class Global(NamedTuple):
 
     name: str
 
+    def __str__(self) -> str:
+        return self.name
+
 
 class Storage(NamedTuple):
     """The memory of tensors.
@@ -219,11 +222,11 @@ def pairs(items: Any) -> dict[Any, Any]:
     """Return a dict of pairs.
 
     Raises:
-        ValueError: If a key is no plain value: hashes of tuples in tuples can take for ever.
+        ValueError: If a key is no plain value and no stand-in: hashes of tuples in tuples can take for ever.
     """
     out = {}
     for key, value in items:
-        if type(key) is not str and not _is_plain(key) and not (type(key) is tuple and all(map(_is_plain, key))):
+        if type(key) is not str and not _is_key(key) and not (type(key) is tuple and all(map(_is_key, key))):
             raise ValueError("a key that is no plain value")
         out[key] = value
     return out
@@ -352,6 +355,10 @@ _CALLS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
 
 def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool)
+
+
+def _is_key(value: Any) -> bool:
+    return _is_plain(value) or type(value) in (bytes, Global, Opaque)  # Lightning has classes for keys
 
 
 def _is_length(value: Any) -> bool:

@@ -128,6 +128,13 @@ class Attention(Rule):
             entries[_named(site, _OUTPUT.biases)] = found["out.bias"]
         return {site.torch_name(k): v for k, v in entries.items()}, [site.name(name) for name in found]
 
+    def held_in(self, site: Site, torch_name: str, taken: list[str]) -> list[str]:
+        """Return the kernels or the biases of the projections that are in an entry of PyTorch's."""
+        entry = torch_name.removeprefix(site.prefix)
+        kind = "bias" if "bias" in entry else "kernel"
+        named = [p for p in (*_INPUTS, _OUTPUT) if entry in (*p.weights, *p.biases)] or _INPUTS
+        return [name for p in named if (name := site.name(f"{p.flax}.{kind}")) in taken]
+
     def _fused(self, site: Site, found: dict[str, Array]) -> dict[str, Array]:
         self._check(site, found)
         weights = [_flat(found[f"{p.flax}.kernel"]) for p in _INPUTS]

@@ -56,10 +56,10 @@ def written(
     left = {name: place for name, place in named_places(model).items() if not place.is_rng}
     check_ready(model, left)
     out = Written({}, set(), [], {})
-    for site in found:
+    for site in (dataclasses.replace(site, names=names) for site in found):
         levels = _levels(site, stacked or {})
         try:
-            entries, taken = _written(dataclasses.replace(site, names=names), levels)
+            entries, taken = _written(site, levels)
         except Refusal as refusal:
             out.problems.append(refusal.at(_where(site)))
             continue

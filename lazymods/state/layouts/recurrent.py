@@ -143,6 +143,13 @@ class Cell(Rule):
         written = (*self.inputs, *self.hidden, *self.biases, *self.hidden_biases)
         return out, [site.name(entry) for entry in written]
 
+    def held_in(self, site: Site, torch_name: str, taken: list[str]) -> list[str]:
+        """Return the gates' kernels or biases that are in an entry of PyTorch's."""
+        hidden = self.hidden_biases or self.biases
+        held = {"weight_ih": self.inputs, "weight_hh": self.hidden, "bias_ih": self.biases, "bias_hh": hidden}
+        found = next((entries for torch, entries in held.items() if site.torch_name(torch) == torch_name), ())
+        return [site.name(entry) for entry in found]
+
 
 _SOUND = "lm.load(model, path)  # of a sound copy of the file"
 _NO_RESIDUAL = ("residual=False: no cell of PyTorch adds the hidden state", "residual=False  # of nnx.SimpleCell")

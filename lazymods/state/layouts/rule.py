@@ -63,7 +63,7 @@ class Rule:
         return {}, []
 
     def held_in(self, site: Site, torch_name: str, taken: list[str]) -> list[str]:
-        """Return which of the model's names that were written an entry of PyTorch's holds, or may hold."""
+        """Return which of the model's names that were written an entry of PyTorch's holds."""
         return taken
 
     def refuse_left(self, site: Site, left: Iterable[str]) -> Refusal | None:
@@ -164,5 +164,10 @@ class Simple(Rule):
         return out, names
 
     def held_in(self, site: Site, torch_name: str, taken: list[str]) -> list[str]:
-        """Return the field of PyTorch's name; magnitudes and directions hold all that was written."""
-        return [site.name(f.flax) for f in self.fields if site.torch_name(f.torch) == torch_name] or taken
+        """Return the field of PyTorch's name, and its scales if that are magnitudes or directions."""
+        held: dict[str, list[str]] = {}
+        for field in self.fields:
+            scale, own = scale_of(site, field.flax), site.name(field.flax)
+            names = [site.torch_name(field.torch)] if scale is None else normed_names(site, field.torch)
+            held |= dict.fromkeys(names, [own] if scale is None else [own, scale.site.name(scale.entry)])
+        return [name for name in held.get(torch_name, taken) if name in taken]

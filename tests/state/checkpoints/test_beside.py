@@ -210,6 +210,43 @@ def test_fields_are_compared_without_a_type(tmp_path: Path, more: dict[str, Any]
     assert "another function than hidden_act='gelu'" in told
 
 
+def of_two(text: dict[str, Any], vision: dict[str, Any]) -> dict[str, Any]:
+    text, vision = {"model_type": "mistral"} | text, {"model_type": "siglip_vision_model"} | vision
+    return {"model_type": "gemma3", "text_config": text, "vision_config": vision}
+
+
+QWEN = {"model_type": "qwen2_vl", "num_attention_heads": 4}
+UNET = {"_class_name": "UNet2DConditionModel", "num_attention_heads": None}
+SILENT: dict[str, dict[str, Any]] = {  # as published: of an inner model transformers writes no default of its type
+    "heads": of_two({}, {"num_attention_heads": 8}),
+    "kv": of_two({"num_attention_heads": 4, "num_key_value_heads": 1}, {"num_attention_heads": 2}),
+    "kv, without a type": QWEN | {"num_key_value_heads": 1, "vision_config": {"num_heads": 2}},
+    "widths": QWEN | {"hidden_size": 16, "vision_config": {"embed_dim": 4, "num_heads": 2, "hidden_size": 16}},
+    "a width": of_two({"num_attention_heads": 2, "head_dim": 8}, {"num_attention_heads": 2, "hidden_size": 4}),
+    "diffusers": UNET | {"addition_embed_type_num_heads": 64, "attention_head_dim": 2},
+}
+
+
+@pytest.mark.parametrize("name", SILENT)
+def test_what_an_inner_configuration_leaves_to_its_type_is_not_known(tmp_path: Path, name: str) -> None:
+    eye = np.eye(4, dtype=np.float32)
+    save_file({"in_proj_weight": np.tile(eye, (3, 1)), "out_proj.weight": eye}, tmp_path / "m.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(SILENT[name]))
+    ready = nnx.MultiHeadAttention(2, 4, use_bias=False, decode=False, rngs=nnx.Rngs(0))
+    for model in (ready, lm.LazyMultiHeadAttention(2, use_bias=False, rngs=nnx.Rngs(0))):
+        assert tuple(lm.load(model, tmp_path / "m.safetensors", layout="torch")) == ([], [], [])
+
+
+def test_what_all_inner_configurations_say_is_compared(tmp_path: Path) -> None:
+    eye = np.eye(4, dtype=np.float32)
+    save_file({"in_proj_weight": np.tile(eye, (3, 1)), "out_proj.weight": eye}, tmp_path / "m.safetensors")
+    config = of_two({"num_attention_heads": 4}, {"num_attention_heads": 1})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(lm.StateDictError, match=r"num_heads=2\n  needed: 4 or 1, as config\.json"):
+        attention = lm.LazyMultiHeadAttention(2, use_bias=False, rngs=nnx.Rngs(0))
+        lm.load(attention, tmp_path / "m.safetensors", layout="torch")
+
+
 def test_what_is_not_loaded_from_the_file_may_have_other_heads(tmp_path: Path) -> None:
     class Probe(nnx.Module):
         def __init__(self) -> None:
@@ -286,6 +323,11 @@ def test_epsilons_are_those_of_the_norms_that_the_configuration_means(tmp_path: 
         {"model_type": "x", "layer_norm_eps": 1e-5, "rms_norm_eps": 1e-6},
         {"model_type": "convnext", "layer_norm_eps": 1e-12},
         {"model_type": "clip", "text_config": {"layer_norm_eps": 1e-5}, "vision_config": {"layer_norm_eps": 1e-6}},
+        {
+            "model_type": "idefics3",  # layer_norm_eps of the images is left to its type
+            "text_config": {"model_type": "llama", "rms_norm_eps": 1e-6},
+            "vision_config": {"model_type": "idefics3_vision"},
+        },
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         model = nnx.Dict(
@@ -297,7 +339,8 @@ def test_epsilons_are_those_of_the_norms_that_the_configuration_means(tmp_path: 
             warnings.simplefilter("always")
             lm.load(model, tmp_path / "m.safetensors", layout="torch")
         told[config["model_type"]] = [str(w.message).partition(": ")[2].partition(":")[0] for w in caught]
-    assert told == {"bert": ["ln", "rms"], "t5": ["ln"], "x": [], "convnext": [], "clip": []}
+    wanted = {"bert": ["ln", "rms"], "t5": ["ln"], "x": [], "convnext": [], "clip": [], "idefics3": []}
+    assert told == wanted
 
 
 # ---------------------------------------------------------------- output layers
@@ -319,6 +362,20 @@ def test_a_tied_file_fills_the_output_layer_that_a_model_has_of_its_own() -> Non
     model.lm_head.kernel[...] += 1  # pyright: ignore[reportOptionalMemberAccess]
     with pytest.raises(lm.StateDictError, match="two parameters that differ now"):
         lm.export_torch(model, like=result)
+
+
+def test_a_table_that_is_no_vocabulary_is_no_output_layer(tmp_path: Path) -> None:
+    file = {"words.weight": np.ones((5, 4), np.float32), "places.weight": np.ones((3, 4), np.float32)}
+    save_file(file, tmp_path / "m.safetensors")
+    config = {"model_type": "x", "tie_word_embeddings": True, "vocab_size": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tables = {"words": lm.LazyEmbed(rngs=nnx.Rngs(0)), "places": lm.LazyEmbed(rngs=nnx.Rngs(0))}
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(nnx.Dict(**tables, score=linear(3)), tmp_path / "m.safetensors", layout="torch")
+    assert caught.value.missing == ["score.kernel"]
+    model = nnx.Dict(**tables, score=linear(5))
+    with pytest.warns(UserWarning, match="score.kernel and words.embedding are one parameter in the file"):
+        lm.load(model, tmp_path / "m.safetensors", layout="torch")
 
 
 def test_without_that_word_the_line_to_write_is_told(tmp_path: Path) -> None:
@@ -371,3 +428,7 @@ def test_statistics_that_a_file_does_not_have(tmp_path: Path) -> None:
     with pytest.warns(UserWarning) as warned:
         lm.load(model, tmp_path / "m.safetensors", layout="torch", strict=False)
     assert sorted(str(w.message).split()[1] for w in warned) == ["bn.mean", "bn.var"]
+    with pytest.raises(lm.StateDictError) as caught:  # the file has other names: nobody knows what it tracks
+        other = nnx.Dict(bn=lm.LazyBatchNorm(rngs=nnx.Rngs(0)))
+        lm.load(other, {"norm_1.weight": ones, "norm_1.bias": ones}, layout="torch")
+    assert not any("track_running_stats" in p.got for p in caught.value.problems)

@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import pickle
+import signal
 import tarfile
 import zipfile
 from collections import Counter, OrderedDict
@@ -187,6 +188,8 @@ FOREIGN = {
     "a module": torch.nn.Linear(3, 4),
     "a dict of a class": Settings(a=1),
     "a function": argparse.ArgumentTypeError,
+    "a dict of classes": {argparse.Namespace: {"best": torch.tensor(0.5)}, torch.float16: 1},  # callbacks of Lightning
+    "a dict of objects": {signal.SIGINT: 1, b"bytes": 2, (signal.SIGINT, torch.int8): torch.tensor(3)},
 }
 
 
@@ -198,6 +201,8 @@ def test_objects_beside_the_tensors(tmp_path: Path, what: str, options: dict[str
     assert_same({name: got[f"state_dict.{name}"] for name in GOOD}, GOOD)
     if what == "a configuration":
         assert got["extra"] == Opaque("argparse.Namespace")
+    if what == "a dict of classes":
+        assert got["extra.argparse.Namespace.best"] == 0.5 and got["extra.torch.float16"] == 1
 
 
 class Net(torch.nn.Module):

@@ -261,3 +261,122 @@ def test_the_forward_is_run_without_values_only() -> None:
     seen.clear()
     loaded(Told(flat), flatten={"fc": (2, 3, 5)})
     assert seen == []
+
+
+# ---------------------------------------------------------------- a map that is made of a row
+
+
+class Decoder(nnx.Module):
+    def __init__(self, unflatten: Callable[[jax.Array], jax.Array], between: Any = lambda x: x) -> None:
+        self.fc = lm.LazyLinear(5 * 2 * 3, rngs=nnx.Rngs(0))
+        self.up = lm.LazyConvTranspose(4, (3, 3), padding=((1, 1), (1, 1)), rngs=nnx.Rngs(0))
+        self.unflatten, self.between = unflatten, between
+
+    def __call__(self, z: jax.Array) -> jax.Array:
+        return self.up(nnx.relu(self.unflatten(self.between(self.fc(z)))))
+
+
+def last(x: jax.Array) -> jax.Array:
+    return x.reshape(len(x), 2, 3, 5)
+
+
+def first(x: jax.Array) -> jax.Array:
+    return jnp.moveaxis(x.reshape(len(x), 5, 2, 3), 1, -1)
+
+
+Z = torch.randn(2, 7, generator=torch.Generator().manual_seed(2))
+ROW, UP = torch.nn.Linear(7, 30), torch.nn.ConvTranspose2d(5, 4, 3, padding=1)
+DECODED = UP(torch.relu(ROW(Z).view(-1, 5, 2, 3))).detach().numpy().transpose(0, 2, 3, 1)
+ROW_FILE = state(fc=ROW, up=UP)
+
+
+@pytest.mark.parametrize("prefix", ["", "decoder."])
+def test_a_map_of_a_row_is_told_and_the_line_is_right(prefix: str) -> None:
+    def model(unflatten: Any) -> Any:
+        return nnx.Dict(decoder=Decoder(unflatten)) if prefix else Decoder(unflatten)
+
+    file = {prefix + name: value for name, value in ROW_FILE.items()}
+    with pytest.warns(UserWarning) as caught:
+        lm.load(model(last), file, layout="torch")
+    owner = "Dict" if prefix else "Decoder"
+    assert [str(w.message) for w in caught] == [
+        f"the mapping: {prefix}fc of {owner}: its output becomes a map (2, 3, 5), channels last, and was loaded as "
+        "that of PyTorch, whose maps have channels first: the output is wrong. Write jnp.moveaxis(x.reshape(len(x), 5, "
+        f"2, 3), 1, -1) for it, or flatten={{'{prefix}fc': (7,)}} if PyTorch's view is as the model's"
+    ]
+    right = loaded(model(first), file)
+    np.testing.assert_allclose((right["decoder"] if prefix else right)(jnp.asarray(Z.numpy())), DECODED, atol=1e-5)
+    same = loaded(model(last), file, flatten={f"{prefix}fc": (7,)})
+    wanted = ROW(Z).view(-1, 2, 3, 5).permute(0, 3, 1, 2)
+    wanted = UP(torch.relu(wanted)).detach().numpy().transpose(0, 2, 3, 1)
+    np.testing.assert_allclose((same["decoder"] if prefix else same)(jnp.asarray(Z.numpy())), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("between", [nnx.relu, lambda x: jax.jit(nnx.silu)(x * 2)])
+def test_a_map_of_a_row_is_seen_through_what_leaves_the_order(between: Any) -> None:
+    with pytest.warns(UserWarning, match="fc of Decoder: its output becomes a map"):
+        lm.load(Decoder(last, between), ROW_FILE, layout="torch")
+
+
+def test_maps_that_are_no_rows_are_told_nothing() -> None:
+    class Tokens(nnx.Module):
+        def __init__(self) -> None:
+            self.fc, self.up = lm.LazyLinear(10, rngs=nnx.Rngs(0)), lm.LazyConv2d(4, 3, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.up(self.fc(x).reshape(len(x), 2, 2, 10)[..., ::2])
+
+    row, conv = torch.nn.Linear(7, 10), torch.nn.Conv2d(5, 4, 3, padding=1)
+    loaded(Tokens(), state(fc=row, up=conv))
+    loaded(Decoder(lambda x: x.reshape(len(x), 3, 2, 5).transpose(0, 2, 1, 3)), ROW_FILE)  # an order of its own
+
+
+def test_an_image_that_becomes_a_row_and_a_map_again() -> None:
+    class Coder(nnx.Module):
+        def __init__(self) -> None:
+            self.conv = lm.LazyConv2d(5, 3, rngs=nnx.Rngs(0))
+            self.fc, self.out = lm.LazyLinear(30, rngs=nnx.Rngs(0)), lm.LazyConv2d(4, 3, rngs=nnx.Rngs(0))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.out(last(self.fc(self.conv(x).mean((1, 2)))))
+
+    row, out = torch.nn.Linear(5, 30), torch.nn.Conv2d(5, 4, 3, padding=1)
+    with pytest.warns(UserWarning, match=r"fc of Coder: its output becomes a map \(2, 3, 5\)"):
+        lm.load(Coder(), state(conv=CONV, fc=row, out=out), layout="torch")
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_all_of_an_autoencoder_is_looked_at_by_an_image_of_its_size(padding: str) -> None:
+    """Two layers read the map; behind the first, an image of another size comes to no other layer."""
+
+    class Coder(nnx.Module):
+        def __init__(self, right: bool) -> None:
+            self.right, one = right, nnx.Rngs(0)
+            self.conv = lm.LazyConv2d(5, 3, strides=2, padding=(1 if padding == "SAME" else 0), rngs=one)
+            self.mean, self.spread = lm.LazyLinear(4, rngs=one), lm.LazyLinear(4, rngs=one)
+            self.row, self.out = lm.LazyLinear(45, rngs=one), lm.LazyConv2d(3, 3, rngs=one)
+
+        def __call__(self, x: jax.Array) -> Any:
+            x = flat(nnx.relu(self.conv(x)))
+            mean, spread = self.mean(x), self.spread(x)
+            row = self.row(mean)
+            row = jnp.moveaxis(row.reshape(-1, 5, 3, 3), 1, -1) if self.right else row.reshape(-1, 3, 3, 5)
+            return self.out(row), spread
+
+    side = 6 if padding == "SAME" else 7
+    conv = torch.nn.Conv2d(3, 5, 3, 2, padding=1 if padding == "SAME" else 0)
+    mean, spread, row, out = (torch.nn.Linear(45, 4), torch.nn.Linear(45, 4), torch.nn.Linear(4, 45),
+                              torch.nn.Conv2d(5, 3, 3, padding=1))  # fmt: skip
+    file = state(conv=conv, mean=mean, spread=spread, row=row, out=out)
+    sizes: dict[str, Any] = {"mean": (3, 3, 5), "spread": (3, 3, 5)}
+    for flatten, names in (({}, ["mean, spread", "row"]), ({"mean": (3, 3, 5)}, ["spread", "row"]), (sizes, ["row"])):
+        with pytest.warns(UserWarning) as caught:
+            lm.load(Coder(False), file, layout="torch", flatten=flatten)
+        assert [str(w.message).split(": ")[1].removesuffix(" of Coder") for w in caught] == names
+    model = loaded(Coder(True), file, flatten=sizes)
+    x = torch.randn(2, 3, side, side)
+    with torch.no_grad():
+        code = torch.relu(conv(x)).flatten(1)
+        wanted = out(row(mean(code)).view(-1, 5, 3, 3)).permute(0, 2, 3, 1).numpy(), spread(code).numpy()
+    for ours, theirs in zip(model(jnp.asarray(x.permute(0, 2, 3, 1).numpy())), wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)

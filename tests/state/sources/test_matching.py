@@ -224,6 +224,8 @@ BUFFERS: dict[str, np.ndarray] = {
     "embeddings.token_type_ids": np.zeros((1, 6), np.int64),
     "rotary.inv_freq": np.ones(3, F32),
     "bn.num_batches_tracked": np.array(3),
+    "blocks.1.attn_mask": np.where(weight(4, 3, 3) > 0, F32(-100), F32(0)),  # of Swin
+    "attn.relative_coords_table": weight(1, 5, 5, 2),
 }
 
 
@@ -240,6 +242,7 @@ def test_known_buffers_are_ignored_and_said(name: str) -> None:
     [
         ("h.attn.bias", MASK + weight(6, 6)[None, None]),
         ("h.attn.bias", weight(6)),
+        ("h.attn_mask", weight(4, 3, 3)),
         ("embeddings.position_ids", np.arange(6)[None] + 1),
         ("embeddings.position_ids", weight(1, 6)),
         ("h.masked_bias", weight(3)),
@@ -405,6 +408,8 @@ def test_what_a_rule_cannot_do_is_told_and_nothing_is_loaded(name: str) -> None:
         (lambda: rules.Merge(("a", "b"), into="x", groups=-1), "groups is positive whole numbers"),
         (lambda: rules.Stack("x", into="y"), "has a group for the number"),
         (lambda: rules.Unstack("x", into="y"), r"into has \{i\} for the number"),
+        (lambda: rules.Dequantize("x", scale=r"\2", into="y"), "invalid group reference 2"),
+        (lambda: rules.Dequantize("x", scale="s", into="y", axis="0"), "axis is whole numbers"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_no_rule(make: Callable[[], Any], text: str) -> None:

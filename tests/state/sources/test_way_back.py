@@ -223,6 +223,49 @@ def test_a_new_parameter_keeps_its_name() -> None:
     assert list(lm.export_torch(model, like=result)) == ["bert.fc.weight", "bert.fc.bias", "head.weight", "head.bias"]
 
 
+EYE = np.eye(4, dtype=np.float32)
+FUSED = {"net.in_proj_weight": np.tile(EYE, (3, 1)), "net.out_proj.weight": EYE}
+APART = {f"net.{n}_proj.weight": EYE for n in "qkv"} | {"net.out_proj.weight": EYE}
+RECURRENT = {"LSTM": lm.LazyOptimizedLSTMCell, "GRU": lm.LazyResetAfterGRUCell, "RNN": lm.LazySimpleCell}
+BOTH = {"net.bias_ih_l0", "net.bias_hh_l0"}
+NEW_BIASES: dict[str, tuple[Any, Any, set[str]]] = {
+    "linear": (lambda: linear(4), {"net.weight": EYE}, {"net.bias"}),
+    "fused": (attention, FUSED, {"net.in_proj_bias", "net.out_proj.bias"}),
+    "apart": (attention, APART, {f"net.{n}_proj.bias" for n in ("q", "k", "v", "out")}),
+    "all but one": (attention, APART | {f"net.{n}_proj.bias": EYE[0] for n in ("q", "v", "out")}, {"net.k_proj.bias"}),
+    **{
+        kind: (
+            lambda cell=cell: nnx.RNN(cell(4, rngs=R(0))),
+            {f"net.{n}": v.detach().numpy() for n, v in getattr(torch.nn, kind)(3, 4, bias=False).state_dict().items()},
+            BOTH,
+        )
+        for kind, cell in RECURRENT.items()
+    },
+    "normed": (
+        lambda: lm.LazyWeightNorm(linear(4), rngs=R(0)),
+        {"net.weight_g": np.ones((4, 1), np.float32), "net.weight_v": EYE},
+        {"net.bias"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEW_BIASES)
+def test_biases_that_the_file_lacks_are_written_once_they_are_trained(name: str) -> None:
+    make, file, names = NEW_BIASES[name]
+    model = model_of(net=make())
+    result = loaded(model, file, missing="bias$")
+    assert set(lm.export_torch(model, like=result)) == file.keys()
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if path[-1] == "bias":
+            variable[...] += 1
+    out = lm.export_torch(model, like=result)
+    assert set(out) - file.keys() == names
+    again = model_of(net=make())
+    lm.load(again, out, layout="torch")
+    for key, value in lm.state_dict(model).items():
+        np.testing.assert_array_equal(lm.state_dict(again)[key], value, err_msg=key)
+
+
 def test_a_copy_that_differs_has_no_way_back() -> None:
     model = model_of(embed=lm.LazyEmbed(rngs=R(0)), head=linear(4, False))
     rename = [rules.Copy("^embed", into="head")]
