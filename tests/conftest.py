@@ -93,7 +93,7 @@ def _as_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where there is a GPU, compare gradients without its short products, and call kernels that are for a CPU."""
     folder = request.path.parent.name if jax.default_backend() != "cpu" else ""
     with contextlib.ExitStack() as stack:
-        if folder in ("autograd", "dispatch"):
+        if folder in ("autograd", "dispatch", "nn"):
             stack.enter_context(jax.default_matmul_precision("highest"))
         if folder == "dispatch":
             stack.enter_context(jax.default_device(jax.devices("cpu")[0]))

@@ -173,13 +173,14 @@ class Operator:
         """
         try:
             operands, layout = split(self.name, args, kwargs)
-            call = Call(self.name, MappingProxyType(self._kernels), layout, slots(operands))
             key = platform_key(operands)
+            if key is None:
+                self._traced = True  # before the kernels are read: another thread may register one meanwhile
+            call = Call(self.name, MappingProxyType(self._kernels), layout, slots(operands))
             holding = list(held(call.kernels.values()))
             _refuse_held(call, holding, compiled=key is None)
             if key is not None:
                 return on_platform(call, key)(*operands)
-            self._traced = True
             if not call.kernels.keys().isdisjoint(("Lazy", "AutogradLazy")) and in_lazy_block():
                 return on_platform(call, "Lazy")(*operands)
             if not holding and call.meta is not None and is_auto_mesh() and not _belongs_here(layout):
