@@ -226,7 +226,7 @@ def test_two_threads_find_the_same_path() -> None:
         thread.join()
     waits.clear()
     # a plan knows by the record what a path writes: one that was found twice must not go away and leave its id
-    records = {id(thing) for thing in gc.get_objects() if isinstance(thing, Effects)}
+    records = {id(thing) for thing in gc.get_objects() if type(thing) is Effects}
     writers = f._fast.plan._writers  # type: ignore[union-attr]
     assert {key if isinstance(key, int) else id(key) for key in writers} <= records
     for number in range(2, 40):

@@ -316,15 +316,15 @@ NO_MODELS: dict[str, Any] = {
 @pytest.mark.parametrize("make", NO_MODELS.values(), ids=NO_MODELS)
 def test_what_has_no_entries_is_refused_before_anything_is_written(make: Any, tmp_path: Path) -> None:
     path = tmp_path / "s.npz"
-    with pytest.raises(TypeError, match="an nnx module, or a dict"):
+    with pytest.raises(TypeError, match=r"an nnx module, or a dict|the class Linear"):
         lm.save(make(), path)
     assert not path.exists()
     lm.save({"a": jnp.ones(2)}, path)
-    with pytest.raises(TypeError, match="an nnx module, or a dict"):
+    with pytest.raises(TypeError, match=r"an nnx module, or a dict|the class Linear"):
         lm.load(make(), path)
-    with pytest.raises(TypeError, match="an nnx module, or a dict"):
+    with pytest.raises(TypeError, match=r"an nnx module, or a dict|the class Linear"):
         lm.state_dict(make())
-    with pytest.raises(TypeError, match="an nnx module, or a dict"):
+    with pytest.raises(TypeError, match=r"an nnx module, or a dict|the class Linear"):
         lm.load_state_dict(make(), {})
 
 
