@@ -100,6 +100,13 @@ def _as_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def standard_promotion() -> Iterator[None]:
+    """Let arrays and numbers of all types meet, as outside of this suite: optax counts in integers, for one."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _lines_to_write(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever error a test meets, each line to write of it is Python, or a pip command."""

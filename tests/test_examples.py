@@ -13,12 +13,7 @@ from safetensors.numpy import load_file
 FOLDER = Path(__file__).parent.parent / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optax's adam raises a Python float to an int32 count, which strict promotion refuses."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def load(name: str) -> ModuleType:

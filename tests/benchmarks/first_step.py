@@ -14,13 +14,13 @@ import importlib
 import importlib.util
 import itertools
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
+from import_time import installed
 from peers import QUICK, Size, batch
 
 MODELS = {"resnet50": "ResNet-50", "gpt2": "GPT-2"}
@@ -91,9 +91,8 @@ def measured(names: list[str], peers: list[str], rounds: int, quick: bool) -> di
     """Return, by model and library, the run with the least total."""
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"PYTHONPYCACHEPREFIX": cache}
-        for variable in ("PYTHONDONTWRITEBYTECODE", "JAX_COMPILATION_CACHE_DIR"):
-            environment.pop(variable, None)
+        environment = installed(cache)
+        environment.pop("JAX_COMPILATION_CACHE_DIR", None)
         for peer in peers:
             measure(peer, names[0], True, environment)  # writes the byte code
         for _ in range(rounds):

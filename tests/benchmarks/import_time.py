@@ -18,6 +18,11 @@ CASES = {
 }
 
 
+def installed(cache: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the environment of programs whose byte code is in a folder, as an installation has it."""
+    return {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {"PYTHONPYCACHEPREFIX": str(cache)}
+
+
 def seconds(before: str, module: str, environment: dict[str, str]) -> float:
     """Import a module in a fresh interpreter."""
     code = f"{before}\nimport time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
@@ -29,8 +34,7 @@ def main(rounds: int) -> None:
     """Print the medians and the ratios."""
     times: dict[str, list[float]] = {case: [] for case in CASES}
     with tempfile.TemporaryDirectory() as cache:
-        environment = os.environ | {"PYTHONPYCACHEPREFIX": cache, "JAX_PLATFORMS": "cpu"}
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment = installed(cache) | {"JAX_PLATFORMS": "cpu"}
         seconds("", "lazymods", environment)  # writes the byte code
         for _ in range(rounds):
             for case, (before, module) in CASES.items():

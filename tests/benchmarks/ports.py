@@ -13,12 +13,13 @@ what a load needs, and the one ``after`` it, into a new model. Byte code is cach
 import argparse
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from import_time import installed
 
 WIDTH, LAYERS, VOCABULARY, POSITIONS, MANY = 768, 12, 50257, 1024, 10_000
 
@@ -69,8 +70,7 @@ print(json.dumps([spent / len(opened), tracemalloc.get_traced_memory()[0] / len(
 def run(cache: Path, code: str, *arguments: str) -> Any:
     """Run a program in a fresh interpreter, whose byte code is in a folder, and return what it prints."""
     command = [sys.executable, "-c", code, *arguments]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPYCACHEPREFIX": str(cache)}
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    environment = installed(cache) | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -6,7 +6,6 @@ import pickle
 import random
 import threading
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,12 +19,7 @@ import lazymods as lm
 
 X = jnp.arange(6.0).reshape(2, 3)
 
-
-@pytest.fixture(autouse=True)
-def promotion() -> Iterator[None]:
-    """Let optax and Python numbers of all types meet arrays, as users have it."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def net() -> nnx.Linear:

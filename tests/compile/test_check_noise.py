@@ -1,7 +1,7 @@
 """The check asks plain Python how far rounding goes: what a function amplifies is no difference, all else is one."""
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,12 +16,7 @@ import lazymods as lm
 from lazymods._objects.noise import Noise
 from lazymods.compile.shadow import compare
 
-
-@pytest.fixture(autouse=True)
-def promotion() -> Iterator[None]:
-    """Optax mixes types."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class Net(nnx.Module):

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,12 +21,7 @@ from tests.helpers import array
 
 X = array(4, 4)
 
-
-@pytest.fixture(autouse=True)
-def promotion() -> Iterator[None]:
-    """Let dtypes be mixed, as they are outside of this suite."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def linear(seed: int = 0) -> Any:

@@ -4,7 +4,6 @@ import collections
 import decimal
 import threading
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,12 +16,7 @@ import lazymods as lm
 
 X = jnp.arange(6.0).reshape(2, 3)
 
-
-@pytest.fixture(autouse=True)
-def promotion() -> Iterator[None]:
-    """Let numbers and arrays of all types meet, as users have it."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def net() -> nnx.Linear:

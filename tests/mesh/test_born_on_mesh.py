@@ -18,12 +18,7 @@ from lazymods._initial import fill
 RULES = [("kernel", P("data", "model")), ("bias", P("model"))]
 X = spec(2, 8)
 
-
-@pytest.fixture(autouse=True)
-def standard_promotion():
-    """Layers of one dtype are called with arrays of another."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 def grid():

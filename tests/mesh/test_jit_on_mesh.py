@@ -33,11 +33,7 @@ from steps_on_mesh import (
 
 import lazymods as lm
 
-
-@pytest.fixture(autouse=True)
-def _optax_counts_in_integers():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 # ---------------------------------------------------------------- however it is called

@@ -15,11 +15,7 @@ from steps_on_mesh import MLP, RULES, STEPS, assert_all_close, batch, on, one_de
 
 import lazymods as lm
 
-
-@pytest.fixture(autouse=True)
-def _optax_counts_in_integers():
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 class Various(nnx.Module):
