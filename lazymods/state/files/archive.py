@@ -7,6 +7,7 @@ has been checked is what any other reader finds.
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
 from collections.abc import Iterable
@@ -204,9 +205,7 @@ def _wide_fields(extra: bytes, fields: list[int]) -> list[int] | None:
 
 
 def _locate(path: Path, file: memoryview, directory: _Directory, central: _Central) -> Entry:
-    def wrong(got: str, needed: str) -> Exception:
-        return refuse(path, got, needed, tensor=central.name)
-
+    wrong = functools.partial(refuse, path, tensor=central.name)
     if central.flags & _UNREADABLE_FLAGS:
         raise wrong("an encrypted entry", "one that can be read without a password")
     if central.method not in (_STORED, _DEFLATED):

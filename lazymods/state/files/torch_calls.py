@@ -7,7 +7,7 @@ only the few functions are known that ``torch.save`` writes, and what they make 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lazymods._initial.stacking import Shape
@@ -132,6 +132,7 @@ class Tensor(NamedTuple):
         offset: Where in the storage it begins, in numbers.
         shape: Its shape.
         strides: How many numbers there are from one to the next along each axis.
+        is_contiguous: Whether they lie one after the other.
         is_conjugate: Whether the numbers of the storage are to be conjugated.
         is_negative: Whether they are to be negated.
     """
@@ -142,8 +143,25 @@ class Tensor(NamedTuple):
     offset: int
     shape: Shape
     strides: Shape
+    is_contiguous: bool
     is_conjugate: bool = False
     is_negative: bool = False
+
+
+class Layout(NamedTuple):
+    """Where the numbers of a tensor lie in its storage.
+
+    Attributes:
+        shape: Its shape.
+        strides: How many numbers there are from one to the next along each axis.
+        extent: How many there are from the first to the last, both counted; 0: it has none.
+        is_contiguous: Whether they lie one after the other.
+    """
+
+    shape: Shape
+    strides: Shape
+    extent: int
+    is_contiguous: bool
 
 
 class Refused(NamedTuple):
@@ -240,20 +258,50 @@ def _rebuilt(arguments: tuple[Any, ...], dtype: tuple[str, int] | None = None) -
     storage, offset, size, stride, *rest = arguments
     if not isinstance(storage, Storage) or not _is_length(offset):
         raise ValueError("a tensor without a storage")
-    if not _are_lengths(size) or not _are_lengths(stride) or len(size) != len(stride):
-        raise ValueError("a tensor whose sizes or strides are none")
     requires_grad, hooks, metadata = [*rest, *(False, {}, {})[len(rest) :]]
     if type(requires_grad) is not bool or hooks or not isinstance(metadata or {}, dict):
         raise ValueError("a tensor with hooks")
     name, item = dtype or (storage.dtype, storage.itemsize)
-    last = offset
-    for length, step in zip(size, stride, strict=True):
-        last += (length - 1) * step
-    if 0 not in size and (last + 1) * item > storage.nbytes:
-        got = f"a tensor of shape {printable(str(size))} that ends past the {storage.nbytes:,} bytes of its storage"
+    tensor = placed(storage, name, item, offset, layout_of(size, stride))
+    if not metadata:
+        return tensor
+    is_conjugate, is_negative = _bits(metadata)
+    return tensor._replace(is_conjugate=is_conjugate, is_negative=is_negative)
+
+
+def layout_of(size: Any, stride: Any) -> Layout:
+    """Return where numbers lie.
+
+    Raises:
+        ValueError: If these are no sizes and strides.
+    """
+    if not _are_lengths(size) or not _are_lengths(stride) or len(size) != len(stride):
+        raise ValueError("a tensor whose sizes or strides are none")
+    extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return Layout(tuple(size), tuple(stride), extent, _is_contiguous(size, stride))
+
+
+def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    expected = 1
+    for length, step in zip(reversed(shape), reversed(strides), strict=True):
+        if step != expected and length > 1:
+            return 0 in shape
+        expected *= length
+    return True
+
+
+def placed(storage: Storage, dtype: str, itemsize: int, offset: int, layout: Layout) -> Tensor:
+    """Return a tensor of a storage.
+
+    Raises:
+        Malformed: If it does not lie inside.
+    """
+    shape, strides, extent, is_contiguous = layout
+    if extent and (offset + extent) * itemsize > storage.nbytes:
+        size = printable(str(shape))
+        got = f"a tensor of shape {size} that ends past the {storage.nbytes:,} bytes of its storage"
         raise Malformed(got, "tensors inside their storages")
-    bits = _bits(metadata) if metadata else (False, False)
-    return Tensor(storage, name, item, offset, tuple(size), tuple(stride), *bits)
+    return Tensor(storage, dtype, itemsize, offset, shape, strides, is_contiguous)
 
 
 def _bits(metadata: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -21,6 +21,7 @@ from lazymods.state.files.stored import Array, printable
 from lazymods.state.files.torch_calls import Global, Malformed, Refused, Storage
 from lazymods.state.files.torch_objects import MAX_DEPTH as MAX_DEPTH
 from lazymods.state.files.torch_objects import Opaque, as_mappings
+from lazymods.state.files.torch_records import Records, text_at
 
 MAX_LINE = 1000
 """The longest name of a module, class or function."""
@@ -53,13 +54,22 @@ def walk(data: Array, begin: int = 0) -> Pickle:
     Raises:
         Malformed: If it is damaged, or does something that ``torch.save`` does not write.
     """
-    machine = _Machine(data.data, begin)
+    return _followed(_Machine(data.data, begin, in_pieces=True)) or _followed(_Machine(data.data, begin))
+
+
+def _followed(machine: _Machine) -> Pickle | None:
+    """Return what a pickle describes; None if a machine that follows pieces does not take it."""
+    records = machine.records
     try:
         value, end = machine.run()
-    except (IndexError, KeyError, ValueError, struct.error) as error:
+    except (Malformed, IndexError, KeyError, ValueError, struct.error) as error:
+        if records is not None:
+            return None
+        if isinstance(error, Malformed):
+            raise
         got = f"a damaged pickle ({printable(one_line(error)) or type(error).__name__})"
         raise Malformed(got, "what torch.save writes") from error
-    return Pickle(as_mappings(value), machine.storages, end)
+    return None if records is not None and not records.are_exact else Pickle(as_mappings(value), machine.storages, end)
 
 
 def refused_tensors(tree: Any) -> Iterator[tuple[str, str]]:
@@ -91,14 +101,16 @@ class _Machine:
         outer: Those before it, and before the marks before it.
         memo: Values by their index.
         storages: The storages that were declared, by key.
+        records: What follows tensors as one piece each; None: every instruction is followed.
     """
 
-    def __init__(self, raw: Any, begin: int) -> None:
+    def __init__(self, raw: Any, begin: int, *, in_pieces: bool = False) -> None:
         self.raw, self.begin = raw, begin
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.storages: dict[str, Storage] = {}
+        self.records: Records | None = Records(raw, self.memo, self.register) if in_pieces else None
 
     def run(self) -> tuple[Any, int]:
         """Return the value, and where the pickle ends."""
@@ -170,7 +182,7 @@ class _Machine:
     def register(self, storage: Storage) -> Storage:
         """Keep a storage; PyTorch takes the first of each key, so the others must be as long."""
         kept = self.storages.setdefault(storage.key, storage)
-        if kept != storage and (kept.nbytes or storage.nbytes or kept.root != storage.root):
+        if kept is not storage and kept != storage and (kept.nbytes or storage.nbytes or kept.root != storage.root):
             raise ValueError(f"the storage {storage.key} declared in two ways")
         return storage
 
@@ -230,9 +242,9 @@ def _long(machine: _Machine, at: int) -> int:
 
 
 def _text(machine: _Machine, at: int) -> int:
-    (length,) = _U32(machine.raw, at)
-    machine.stack.append(str(machine.bytes_at(at + 4, length), "utf-8", "surrogatepass"))
-    return at + 4 + length
+    text, at = text_at(machine.raw, at)
+    machine.stack.append(text)
+    return at if machine.records is None else machine.records.follow(at, machine.stack, MAX_STACK)
 
 
 def _short_text(machine: _Machine, at: int) -> int:

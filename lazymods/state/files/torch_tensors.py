@@ -131,19 +131,10 @@ class _Names:
             if first is not name:
                 self.ties.setdefault(first, [first]).append(name)
         is_computed = tensor.is_conjugate or tensor.is_negative or self.is_swapped
-        if not is_computed and _is_contiguous(shape, tensor.strides):
+        if not is_computed and tensor.is_contiguous:
             return StoredTensor(name, shape, dtype, self.path, self.data, begin)
         read = partial(_read, self.data, begin, tensor, dtype, self.is_swapped)
         return StoredTensor(name, shape, dtype, self.path, read)
-
-
-def _is_contiguous(shape: Shape, strides: Shape) -> bool:
-    expected = 1
-    for length, step in zip(reversed(shape), reversed(strides), strict=True):
-        if step != expected and length > 1:
-            return 0 in shape
-        expected *= length
-    return True
 
 
 def _read(data: Array, begin: int, tensor: Tensor, dtype: np.dtype[Any], is_swapped: bool) -> Array:
