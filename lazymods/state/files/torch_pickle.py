@@ -44,32 +44,30 @@ class Pickle(NamedTuple):
     end: int
 
 
-def walk(data: Array, begin: int = 0) -> Pickle:
+def walk(data: Array, begin: int = 0, *, in_pieces: bool = True) -> Pickle:
     """Follow a pickle.
 
     Args:
         data: The bytes that hold it.
         begin: Where it begins.
+        in_pieces: Whether tensors are followed as one piece each where they can be; the values are the same.
 
     Raises:
         Malformed: If it is damaged, or does something that ``torch.save`` does not write.
     """
-    return _followed(_Machine(data.data, begin, in_pieces=True)) or _followed(_Machine(data.data, begin))
-
-
-def _followed(machine: _Machine) -> Pickle | None:
-    """Return what a pickle describes; None if a machine that follows pieces does not take it."""
-    records = machine.records
+    machine = _Machine(data.data, begin, in_pieces=in_pieces)
     try:
         value, end = machine.run()
     except (Malformed, IndexError, KeyError, ValueError, struct.error) as error:
-        if records is not None:
-            return None
+        if machine.records is not None:
+            return walk(data, begin, in_pieces=False)
         if isinstance(error, Malformed):
             raise
         got = f"a damaged pickle ({printable(one_line(error)) or type(error).__name__})"
         raise Malformed(got, "what torch.save writes") from error
-    return None if records is not None and not records.are_exact else Pickle(as_mappings(value), machine.storages, end)
+    if machine.records is not None and not machine.records.are_exact:
+        return walk(data, begin, in_pieces=False)
+    return Pickle(as_mappings(value), machine.storages, end)
 
 
 def refused_tensors(tree: Any) -> Iterator[tuple[str, str]]:
@@ -104,7 +102,7 @@ class _Machine:
         records: What follows tensors as one piece each; None: every instruction is followed.
     """
 
-    def __init__(self, raw: Any, begin: int, *, in_pieces: bool = False) -> None:
+    def __init__(self, raw: Any, begin: int, *, in_pieces: bool) -> None:
         self.raw, self.begin = raw, begin
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []

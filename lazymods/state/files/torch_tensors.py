@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lazymods._initial.stacking import Shape
 from lazymods.state.files import torch_pickle
 from lazymods.state.files.stored import (
     Array,

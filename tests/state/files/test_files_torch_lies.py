@@ -263,7 +263,7 @@ def test_walking_gives_what_the_pickle_says() -> None:
     raw = np.frombuffer(entries_of({"x": torch.ones(2, 3), "n": [1, None, (2.5, "t")]})["archive/data.pkl"], np.uint8)
     walked = torch_pickle.walk(raw)
     storage = Storage("0", "float32", 6, 24, 4)
-    assert walked.value == {"x": Tensor(storage, "float32", 4, 0, (2, 3), (3, 1)), "n": [1, None, (2.5, "t")]}
+    assert walked.value == {"x": Tensor(storage, "float32", 4, 0, (2, 3), (3, 1), True), "n": [1, None, (2.5, "t")]}
     assert walked.storages == {"0": storage}
     assert walked.end == len(raw)
 
