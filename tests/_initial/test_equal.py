@@ -189,6 +189,7 @@ def pruned(key: Any, shape: Any, dtype: Any) -> Any:
 ELEMENTWISE = [shifted, log_normal, skewed, tiny, pruned, functools.partial(shifted)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("init", ELEMENTWISE, ids=lambda f: getattr(f, "__name__", "partial"))
 def test_elementwise_initializers_of_users_are_served(init: Callable[..., Any]) -> None:
     assert_equal(init, [(5, 17), (301, 203), (600, 500)], jnp.dtype("float32"))
@@ -322,6 +323,7 @@ def moments(values: np.ndarray) -> tuple[float, float]:
     return float(values.mean()), float(values.var())
 
 
+@pytest.mark.slow
 def test_ten_million_values_are_distributed_as_they_should_be() -> None:
     n = 10**7
     erf = np.vectorize(math.erf)

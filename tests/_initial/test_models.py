@@ -55,6 +55,7 @@ class Net(nnx.Module):
         return self.out(self.general(self.attention(x.reshape(x.shape[0], -1, x.shape[-1]))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("whole", [True, False], ids=["materialize", "first call"])
 def test_models_get_the_bits_of_explicit_ones(dtype: str, whole: bool) -> None:
@@ -208,6 +209,7 @@ MEMORY = """
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_is_that_of_the_parameters() -> None:
     out = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEMORY)], capture_output=True, text=True, check=True, timeout=300

@@ -140,6 +140,7 @@ def change(config: Any, **given: Any) -> None:
     (config if isinstance(config, dict) else vars(config)).update(given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda c: c, lambda c: (c,)], ids=["", "in a tuple"])
 @pytest.mark.parametrize("make", CHANGING.values(), ids=CHANGING)
 def test_settings_that_change_are_those_of_the_moment(make: Any, wrap: Any) -> None:

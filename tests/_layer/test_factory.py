@@ -275,6 +275,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 MUTATES = ("keeps-rngs", "stats", "stacks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("name", THIRD)
 def test_becomes_what_the_constructor_makes(name: str, way: Callable[..., Any]) -> None:
@@ -352,6 +353,7 @@ def test_no_size_is_known_by_chance() -> None:
         assert name not in vars(holder)
 
 
+@pytest.mark.slow
 def test_rngs_are_drawn_where_the_constructor_draws() -> None:
     for third in THIRD.values():
         if third.takes_rngs:

@@ -290,6 +290,7 @@ def exported(model: Any, *shape: Any) -> Any:
     return export.export(jax.jit(lambda x: model(x)))(jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
+@pytest.mark.slow
 def test_a_symbolic_batch_axis() -> None:
     model = lazy_mlp()
     program = exported(model, B, 8)

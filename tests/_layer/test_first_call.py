@@ -423,6 +423,7 @@ def test_no_tracer_leaks_from_a_closure(name: str) -> None:
     assert_same_model(lazy, plain_mlp())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("leak_checks")
 @pytest.mark.parametrize("name", ["nnx.jit", "nnx.vmap", "nnx.remat", "nnx.jit-nnx.remat"])
 def test_no_tracer_leaks_from_an_argument(name: str) -> None:

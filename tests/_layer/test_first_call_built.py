@@ -49,6 +49,7 @@ def grads_then_return(model: Any) -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", INSIDE.values(), ids=INSIDE)
 def test_built_and_called_inside(context: Callable[[Build], Any]) -> None:
     lazy, want = context(lazy_mlp), context(plain_mlp)
@@ -170,6 +171,7 @@ STACKED: dict[str, Callable[[Any, jax.Array], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", STACKED.values(), ids=STACKED)
 def test_layers_stacked_by_nnx_vmap(run: Callable[[Any, jax.Array], Any]) -> None:
     lazy, want = stacked(), stacked(8)

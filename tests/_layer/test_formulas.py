@@ -46,6 +46,7 @@ def input_of(options: dict[str, Any], features: int) -> jax.Array:
     return jnp.zeros((2, *axes, features), options.get("param_dtype", jnp.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lazy", "flax", "inferred", "scaling", "options"), CASES)
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())

@@ -200,6 +200,7 @@ def test_an_option_that_nobody_takes_is_refused_by_name(cls: Any, given: dict[st
         cls(**given, use_biass=False, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.slow
 def test_an_option_that_the_class_fixes_is_refused_as_by_the_class() -> None:
     with pytest.raises(TypeError, match="multiple values for keyword argument 'use_bias'"):
         NoBias(4, 3, use_bias=True, rngs=nnx.Rngs(0))

@@ -83,6 +83,7 @@ def test_infer_shapes_changes_nothing(x: Any) -> None:
     assert_same_model(model, plain_mlp(5))
 
 
+@pytest.mark.slow
 @both
 def test_statistics_rngs_and_counters_stay(find: Callable[..., Any]) -> None:
     model, want = ConvNet(True, rngs=nnx.Rngs(0)), ConvNet(False, rngs=nnx.Rngs(0))
@@ -129,6 +130,7 @@ def test_nothing_is_executed(find: Callable[..., Any]) -> None:
     assert ran == []
 
 
+@pytest.mark.slow
 @both
 def test_recurrent_layers_are_met_inside_scans(find: Callable[..., Any]) -> None:
     model, want = (Recurrent(lazy, rngs=nnx.Rngs(0)) for lazy in (True, False))
@@ -242,6 +244,7 @@ def test_dtype_is_that_of_floating_parameters(dtype: Any) -> None:
     assert told == {jnp.dtype(dtype)}
 
 
+@pytest.mark.slow
 def test_device() -> None:
     code = """
 import jax, jax.numpy as jnp, lazymods as lm
@@ -378,6 +381,7 @@ class Energy(nnx.Module):
 RUNS: list[None] = []
 
 
+@pytest.mark.slow
 def test_all_layers_inside_gradients_are_sized_by_two_runs() -> None:
     model, want = (Energy(lazy, rngs=nnx.Rngs(0)) for lazy in (True, False))
     RUNS.clear()

@@ -62,6 +62,7 @@ BEFORE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settle", BEFORE.values(), ids=BEFORE)
 def test_made_before_the_sizes(settle: Callable[[Any], Any]) -> None:
     lazy, want = lazy_mlp(), plain_mlp()

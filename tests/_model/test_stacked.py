@@ -142,6 +142,7 @@ def sized(way: str, model: Any, want: Any, x: jax.Array) -> tuple[Any, Any]:
 CASES = [(n, a) for n in LAYERS for a in AXES if (n, a) not in IMPOSSIBLE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["call", "spec", "load", "lm.jit", "copy", "pickle"])
 @pytest.mark.parametrize(("name", "axis"), CASES)
 def test_every_way_gives_the_explicit_stack(name: str, axis: str, way: str) -> None:
@@ -184,6 +185,7 @@ def test_what_appears_in_a_stack_of_mixed_axes_is_refused() -> None:
     assert_same(model, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", [0, 1, -1])
 @pytest.mark.parametrize("outer", [0, 1, -1])
 def test_stacks_of_stacks(outer: int, inner: int) -> None:

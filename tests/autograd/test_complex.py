@@ -36,6 +36,7 @@ def near(got: Any, want: Any, tolerance: float = 1e-4) -> None:
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_direction_is_pytorchs(name: str) -> None:
     torch = pytest.importorskip("torch")
@@ -83,6 +84,7 @@ def loss(model: Any) -> jax.Array:
     return ((model(INPUTS) - TARGETS) ** 2).mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit, lm.jit], ids=["plain", "nnx.jit", "lm.jit"])
 @pytest.mark.parametrize("lazy", [False, True], ids=["ready", "lazy"])
 def test_steps_of_an_optimizer_descend(jit: Callable[[Any], Any], lazy: bool) -> None:
@@ -101,6 +103,7 @@ def test_steps_of_an_optimizer_descend(jit: Callable[[Any], Any], lazy: bool) ->
     assert values[-1] < 0.5 * values[0]
 
 
+@pytest.mark.slow
 def test_a_small_step_goes_down_by_the_square_of_the_gradient() -> None:
     model = Net()
     gradient = ag.grad(loss, conjugate=True)(model)

@@ -161,6 +161,7 @@ def test_a_lazy_optimizer_has_no_state_for_what_is_frozen_and_leaves_it_alone(ho
     assert names(model) == TRAINED
 
 
+@pytest.mark.slow
 def test_a_frozen_parameter_has_no_gradient_in_the_program() -> None:
     model = frozen(lazy=False)
     grads: Any = lm.autograd.grad(loss)(model)

@@ -111,6 +111,7 @@ def test_a_compiled_function_sees_the_flag_change(jit: Any) -> None:
         assert got == {"first", "norm", "last"} - set(frozen)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_what_is_trained_leaves_the_rest() -> None:
     model = Net()
     lm.autograd.requires_grad_(model.last, False)
@@ -239,6 +240,7 @@ def test_a_conjugate_gradient_is_the_direction_of_steepest_ascent(case: int, jit
     assert_same(jit(lm.autograd.grad(f))(z), jit(jax.grad(f))(z))
 
 
+@pytest.mark.slow
 def test_a_complex_layer_is_trained_by_conjugate_gradients() -> None:
     layer = nnx.Linear(3, 2, rngs=nnx.Rngs(0), dtype=jnp.complex64, param_dtype=jnp.complex64)
     x = jnp.array([[1 + 1j, 2 - 1j, 0.5j]], jnp.complex64)

@@ -138,6 +138,7 @@ def stopped(x: Any, y: Any) -> jax.Array:
     return x * y + z
 
 
+@pytest.mark.slow
 def test_every_gradient_around_a_block_sees_constants() -> None:
     by_hand = jax.grad(jax.grad(lambda x, y: x * y + constant(x * y)), argnums=1)
     assert_same(jax.grad(jax.grad(stopped), argnums=1)(2.0, 3.0), by_hand(2.0, 3.0))

@@ -58,6 +58,7 @@ JITS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("jit", JITS)
 def test_statistics_and_rngs_go_on_in_a_block(jit: str, lazy: bool) -> None:
@@ -71,6 +72,7 @@ def test_statistics_and_rngs_go_on_in_a_block(jit: str, lazy: bool) -> None:
     assert model.dropout.rngs is not None and int(model.dropout.rngs.count[...]) == 2
 
 
+@pytest.mark.slow
 def test_a_decision_on_a_value_in_a_block() -> None:
     def f(x: jax.Array) -> jax.Array:
         with ag.no_grad():
@@ -84,6 +86,7 @@ def test_a_decision_on_a_value_in_a_block() -> None:
             assert_same(gradient(x), 3 * x if float(x.sum()) > 0 else jnp.ones(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit])
 def test_a_model_that_is_built_and_called_first_in_a_block(jit: Any) -> None:
     def f(x: jax.Array, lazy: bool) -> jax.Array:

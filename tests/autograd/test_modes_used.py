@@ -220,6 +220,7 @@ def test_each_thread_has_a_mode_of_its_own() -> None:
     assert errors == []
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_a_block() -> None:
     mode = ag.no_grad()
     kept: list[Any] = []

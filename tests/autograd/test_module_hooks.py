@@ -231,6 +231,7 @@ def test_control_flow(loop: str) -> None:
     assert len(seen) == {"scan": 3, "while": 3}.get(loop, 1)
 
 
+@pytest.mark.slow
 def test_higher_orders_and_forward_mode() -> None:
     module, plain = Ours(lambda w, x: jnp.sin(x @ w)), Ours(lambda w, x: jnp.sin(x @ w))
     calls: list[int] = []
@@ -246,6 +247,7 @@ def test_higher_orders_and_forward_mode() -> None:
     assert calls
 
 
+@pytest.mark.slow
 def test_python_decisions_of_forwards_and_hooks() -> None:
     def fn(w: Any, x: Any) -> Any:
         y = x @ w

@@ -19,6 +19,7 @@ ag = lm.autograd
 READY = [(t, False) for t in ("nnx.grad", "nnx.jit", "lm.jit", "lm.jit check", "nnx.remat", "nnx.jit inside")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform, lazy", [*READY, ("lm.jit", True), ("lm.jit check", True)])
 def test_statistics_and_random_state_are_as_without_hooks(transform: str, lazy: bool) -> None:
     models, found = [Noisy(lazy), Noisy(lazy)], []
@@ -140,6 +141,7 @@ def test_nothing_is_kept() -> None:
     handle.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_no_tracer_leaks(transform: str) -> None:
     with jax.checking_leaks():

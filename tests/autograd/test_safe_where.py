@@ -74,6 +74,7 @@ def test_what_the_function_closes_over_has_a_gradient_through_the_elements_that_
     np.testing.assert_allclose(gradient, np.log(6.0), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_hessian_and_what_follows_it() -> None:
     x = jnp.array([0.0, 2.0])
     hessian = jax.hessian(lambda x: safe_where(x > 0, jnp.log, x).sum())
@@ -90,6 +91,7 @@ def test_all_or_nothing_counts(mask: list[bool]) -> None:
     np.testing.assert_allclose(gradient, [1.0, 0.5] if mask[0] else [0.0, 0.0])
 
 
+@pytest.mark.slow
 def test_arguments_and_mask_are_broadcast() -> None:
     a, b = jnp.arange(1.0, 4.0)[:, None], jnp.array([[0.0, 2.0, 0.0, 4.0]])
     mask = b != 0
@@ -242,6 +244,7 @@ def test_where_no_integer_counts() -> None:
     assert jax.grad(lambda w: safe_where(n != 0, lambda n: w / n.astype(w.dtype), n).sum())(1.0) == 0
 
 
+@pytest.mark.slow
 def test_a_module_may_change_in_the_function() -> None:
     dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
     twin = nnx.Dropout(0.5, rngs=nnx.Rngs(0))

@@ -69,6 +69,7 @@ def test_total_is_what_jax_says(name):
     assert ag.saved_bytes(PLAIN[name], X).total == bytes_by_jax(PLAIN[name], X)
 
 
+@pytest.mark.slow
 def test_total_of_a_model_is_what_jax_says():
     graph, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
     want = bytes_by_jax(lambda p: loss_fn(nnx.merge(graph, p, rest, copy=True), X), params)
@@ -136,6 +137,7 @@ def test_frozen_parameters_keep_nothing():
     assert set(last.by_layer) <= {"", "blocks.1", "(argument)"}
 
 
+@pytest.mark.slow
 def test_lazy_models_stay_lazy():
     m = Net(nnx.Rngs(0), lazy=True)
     want = ag.saved_bytes(loss_fn, Net(nnx.Rngs(0)), X)

@@ -51,6 +51,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", OF_MODULES)
 @pytest.mark.parametrize("block", BLOCKS)
 def test_modules_change_in_a_block_as_outside(block, how):
@@ -91,6 +92,7 @@ def deep(x):
     return x.sum()
 
 
+@pytest.mark.slow
 def test_save_on_cpu_keeps_arrays_in_the_memory_of_the_host():
     x = jnp.asarray(V)
     value, backward = jax.vjp(in_block(ag.save_on_cpu(), deep), x)
@@ -140,6 +142,7 @@ RECOMPUTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RECOMPUTED)
 def test_recompute_is_the_function_itself(kind):
     def loss(m, x):

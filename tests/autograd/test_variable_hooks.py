@@ -276,6 +276,7 @@ def test_a_hook_with_state_and_without_a_hash() -> None:
         near(got, plain_gradient()["first"]["kernel"][...].clip(-0.01, 0.01))
 
 
+@pytest.mark.slow
 def test_nothing_is_kept() -> None:
     model = Net()
     handles = [ag.register_hook(v, lambda g: g) for _, v in nnx.iter_graph(model) if isinstance(v, nnx.Param)]

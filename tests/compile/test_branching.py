@@ -47,6 +47,7 @@ def assert_close(a: Any, b: Any) -> None:
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [False, True])
 def test_models_that_decide_are_as_in_plain_python(closed: bool) -> None:
     def loop(jit: Any) -> Any:

@@ -81,6 +81,7 @@ def test_a_model_that_such_a_function_closes_over_is_an_input(rule: str, how: st
         np.testing.assert_allclose(compiled(model, X), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", MARKED)
 def test_its_derivative_is_taken_inside(rule: str) -> None:
     def slope(model: Net, x: Any) -> Any:
@@ -118,6 +119,7 @@ def in_a_cell() -> Callable[[Any], None]:
 LEAKS = [in_a_list, in_an_attribute_of_a_function, in_a_cell, lambda: lambda value: setattr(Store, "kept", value)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.config.jax_check_tracer_leaks, reason="JAX's own checker raises first")  # type: ignore[attr-defined]
 @pytest.mark.parametrize("rule", ["with_vjp", "with_jvp", "with_gradient"])
 @pytest.mark.parametrize("leak", LEAKS)

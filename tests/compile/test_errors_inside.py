@@ -82,6 +82,7 @@ def expected(f: Callable[..., Any], x: jax.Array) -> float:
     raise AssertionError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("check", [False, True], ids=["", "check"])
 def test_in_a_lazy_block(f: Callable[..., Any], check: bool) -> None:

@@ -46,6 +46,7 @@ def leaves(model: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tx", [optax.sgd(0.1, momentum=0.9), optax.sgd(0.1)], ids=["momentum", "sgd"])
 @pytest.mark.parametrize("sized", ["before", "in the step"])
 def test_the_first_step_of_a_lazy_model(tx: Any, sized: str) -> None:
@@ -85,6 +86,7 @@ class Trainer(nnx.Module):
         return nnx.grad(loss)(self.net, x)
 
 
+@pytest.mark.slow
 def test_a_compiled_method_of_a_lazy_model() -> None:
     trainer, want = Trainer(lazy=True), Trainer(lazy=False)
     got, expected = trainer.slopes(X), want.slopes(X)

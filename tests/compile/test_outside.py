@@ -314,6 +314,7 @@ def closure_of_a_generator() -> Any:
     return lambda x: kept.update(g=values(x * 2)), None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.config.jax_check_tracer_leaks, reason="JAX's own checker raises first")  # type: ignore[attr-defined]
 @pytest.mark.parametrize("decides", [False, True], ids=["traced", "decides"])
 @pytest.mark.parametrize("name", LEAKS)

@@ -268,6 +268,7 @@ def test_errors_of_the_function_leave_the_paths():
     assert call(jnp.float32(3)) == 6
 
 
+@pytest.mark.slow
 def test_a_value_that_escapes_is_refused():
     kept = []
     call, _ = paths_of(lambda x: (kept.append(x * 2), x)[1])
@@ -366,6 +367,7 @@ def test_variables_of_outside_can_be_written_in_it():
     assert count[...] == 0
 
 
+@pytest.mark.slow
 def test_threads():
     call, paths = paths_of(nested)
     errors = []

@@ -302,6 +302,7 @@ print(sum(name.endswith("/cache_hits") for name in events))
 """
 
 
+@pytest.mark.slow
 def test_the_compilation_cache_serves_the_next_process(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 import lazymods as lm
@@ -97,6 +98,7 @@ def test_functions_of_modules_and_classes_are_helpers() -> None:
     assert dict(vars(Store)) == before
 
 
+@pytest.mark.slow
 def test_two_threads_trace_with_the_same_attribute() -> None:
     original, began, results = Store.model, threading.Event(), {}
 

@@ -126,6 +126,7 @@ def test_a_block_of_lazy_tensors_compiles_once() -> None:
         assert lm.lazytensor.metrics.counters().get("UncachedCompile") == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"check": True}, {"donate_state": True}], ids=["plain", "checked", "donated"])
 def test_without_gradients_in_lm_jit(options: Any) -> None:
     op = operator(**PAIRS["for all"])
@@ -160,6 +161,7 @@ def test_a_derivative_for_lazy_tensors_runs_in_blocks_only() -> None:
     same([op(X), jax.grad(lambda x: op(x).sum())(X)], [X * 2, jnp.full_like(X, 2)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit, lm.jit], ids=["plain", "jit", "lm.jit"])
 @pytest.mark.parametrize("inner", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
 def test_an_output_that_does_not_depend_on_the_mapped_operand(run: Any, inner: Any) -> None:

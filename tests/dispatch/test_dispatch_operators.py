@@ -119,6 +119,7 @@ def test_one_batch_axis_may_be_symbolic() -> None:
 # ---------------------------------------------------------------- in Flax's layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lazy", [False, True], ids=["explicit", "lazy"])
 def test_use_changes_no_value(lazy: bool, dtype: str) -> None:
@@ -143,6 +144,7 @@ def test_use_changes_no_value(lazy: bool, dtype: str) -> None:
         close(copied(x), own(x), dtype)
 
 
+@pytest.mark.slow
 def test_what_the_operator_lacks_is_left_to_flax() -> None:
     (x,) = arrays((2, 5, 16))
     several: tuple[Any, ...] = ({"dropout_rate": 0.5, "deterministic": False}, {"precision": "highest"})

@@ -284,6 +284,7 @@ def test_mutable_variables() -> None:
     assert plain == lazy
 
 
+@pytest.mark.slow
 def test_checks_raise_where_they_are_thrown() -> None:
     def check(x: Any) -> Any:
         checkify.check(x > 0, "not positive: {x}", x=x)

@@ -90,6 +90,7 @@ def test_a_function_is_not_kept(inside):
     assert gone() is None
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_functions_that_are_gone():
     def call_new_ones():
         f, rule = jax.jit(holding(1)), with_a_rule(jax.jit(holding(1)))

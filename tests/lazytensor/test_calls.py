@@ -203,6 +203,7 @@ def test_functions_that_are_defined_anew():
         np.testing.assert_allclose(g, np.sin(X) * n, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_same_function_jitted_anew():
     def f(x, n):
         return x * n

@@ -51,6 +51,7 @@ def losses():
     yield "default", lambda i, net: lambda model, x=X * i: model(x).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "make"), list(losses()), ids=lambda v: v if isinstance(v, str) else "")
 def test_equal_to_nnx(name, make):
     global NET

@@ -221,6 +221,7 @@ def test_after_a_difference_recording_goes_on(monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_allclose(run(), program(), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: optax.adam(1e-2), lambda: optax.sign_sgd(1e-2)], ids=["adam", "signs"])
 def test_a_step_that_divides_by_the_size_of_rounding_is_right(make: Callable[[], Any]) -> None:
     class Net(nnx.Module):

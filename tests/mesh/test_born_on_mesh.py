@@ -68,6 +68,7 @@ class Several(nnx.Module):
         return [layer(x) for layer in self.layers]
 
 
+@pytest.mark.slow
 def test_what_a_gpu_makes_whole_is_spread_by_xla(monkeypatch):
     """Under one jit, to rounding; a CPU stands for the GPU here."""
     spread = []
@@ -396,6 +397,7 @@ def test_a_rule_that_raises_leaves_the_model():
     assert_unchanged(model, before)
 
 
+@pytest.mark.slow
 def test_all_splits_of_a_convolution():
     mesh = mesh_of(a=2, b=2, c=2)
     want = nnx.Conv(8, 16, (4, 2), rngs=nnx.Rngs(0))

@@ -65,6 +65,7 @@ def place_of(name: str, _: Any) -> jax.sharding.PartitionSpec:
     return SHARDED[name.rpartition(".")[2]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [P(), P("data"), P("data", "model")], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_metadata_count_for_an_argument_of_a_transform(way: str, spread: Any) -> None:

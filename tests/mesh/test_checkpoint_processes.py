@@ -75,6 +75,7 @@ def assert_shards(folder: Path, tag: str, want: dict[str, Any], split: tuple[str
 TAGS = ["modelsafetensors", "modelnpz", "orbax", "saved_again", "later_again", "state", "kept"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tag", TAGS)
 def test_each_process_has_its_part(ran: Any, tag: str) -> None:
     folder, want, results = ran

@@ -70,6 +70,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_leaves_everything_where_it_was(way):
     mesh = mesh_of(data=4, model=2)
@@ -85,6 +86,7 @@ def test_a_step_leaves_everything_where_it_was(way):
     assert_all_close(optimizer, want_optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_under_set_mesh(explicit):
     types = (AxisType.Explicit if explicit else AxisType.Auto,) * 2
@@ -106,6 +108,7 @@ def test_under_set_mesh(explicit):
     assert_all_close(optimizer, want_optimizer)
 
 
+@pytest.mark.slow
 def test_what_is_nowhere_in_particular_is_copied_to_each_device():
     """A model that nobody has placed; the batch is on a mesh, or jax.set_mesh names one, or the function does."""
     mesh = mesh_of(data=4, model=2)
@@ -136,6 +139,7 @@ def test_what_is_nowhere_in_particular_is_copied_to_each_device():
         assert_all_close(model, want)
 
 
+@pytest.mark.slow
 def test_what_is_on_no_mesh_stays_as_it_was():
     for device in (None, jax.devices()[3]):
         model, step = MLP(), lm.jit(train)
@@ -152,6 +156,7 @@ def test_what_is_on_no_mesh_stays_as_it_was():
 # ---------------------------------------------------------------- moved between calls
 
 
+@pytest.mark.slow
 def test_a_model_that_is_moved_between_calls_stays_where_it_is_now():
     mesh, other, traced = mesh_of(data=4, model=2), mesh_of(model=4), []
     turns = [(mesh, RULES), (mesh, [("kernel", P("data"))]), (mesh, RULES), (mesh, [])]
@@ -205,6 +210,7 @@ def test_explain_says_that_a_model_has_come_to_a_mesh():
     assert "-> f32[8,4] P(None, 'model') on a mesh of data=4, model=2" in str(lm.explain())
 
 
+@pytest.mark.slow
 def test_a_batch_on_other_devices_is_refused_and_changes_nothing():
     mesh, part = mesh_of(data=4, model=2), mesh_of(data=4)
     model, optimizer = trainer(mesh)
@@ -240,6 +246,7 @@ def test_an_update_with_gradients_in_place_is_each_devices_own_business():
     assert re.findall("all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all", lowered.hlo) == []
 
 
+@pytest.mark.slow
 def test_calls_take_the_short_way_and_compile_once():
     mesh = mesh_of(data=4, model=2)
     model, optimizer = trainer(mesh)

@@ -21,6 +21,7 @@ def rows(number):
     return np.random.default_rng(number).standard_normal((8, 4)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [False, True], ids=["", "check"])
 def test_training_in_blocks(check):
     mesh = mesh_of(data=4, model=2)

@@ -157,6 +157,7 @@ def test_an_entry_of_another_shape_is_skipped_and_its_place_moved(linear: nnx.Li
     np.testing.assert_array_equal(arrays(model)["bias"], arrays(linear)["bias"])
 
 
+@pytest.mark.slow
 def test_biases_of_stacked_cells_in_the_dtype_of_the_file() -> None:
     """A sum of halves is computed in float32, and read when it is known which device holds which part."""
     names = {"weight_ih_l0": (32, 8), "weight_hh_l0": (32, 8), "bias_ih_l0": (32,), "bias_hh_l0": (32,)}

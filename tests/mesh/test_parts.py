@@ -59,6 +59,7 @@ def check(got, want):
         assert np.asarray(shard.data).tobytes() == want[shard.index].tobytes(), shard.index
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.parametrize("shape", [(64, 48, 10), (104, 104, 12), (4, 8, 1030)], ids=str)
 def test_values(shape, spec):

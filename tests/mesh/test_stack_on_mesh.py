@@ -71,6 +71,7 @@ def test_born_in_parts(kind: str) -> None:
     assert getattr(row.parameters[0].sharding, "spec", None) == SPECS[kind]("blocks.fc.kernel")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["m.safetensors", "m"])
 @pytest.mark.parametrize("form", ["lazy", "ready"])
 def test_loaded_in_parts(tmp_path: Any, form: str, name: str) -> None:
@@ -91,6 +92,7 @@ def test_loaded_in_parts(tmp_path: Any, form: str, name: str) -> None:
         np.testing.assert_array_equal(entries_of(other)[key], value)
 
 
+@pytest.mark.slow
 def test_a_load_leaves_a_stack_where_it_is() -> None:
     mesh, want, model = mesh_of(layers=2, model=4), ready(seed=3), Model()
     lm.materialize(model, X, mesh=mesh, rules=lambda name, *_: SPECS["both"](name))
@@ -101,6 +103,7 @@ def test_a_load_leaves_a_stack_where_it_is() -> None:
     np.testing.assert_array_equal(model.blocks.blocks_as_one.fc.bias[...], want.blocks.blocks_as_one.fc.bias[...] + 1)
 
 
+@pytest.mark.slow
 def test_a_step_on_a_mesh() -> None:
     mesh, want, model = mesh_of(layers=2, model=4), ready(), Model()
     lm.materialize(model, X, mesh=mesh, rules=lambda name, *_: SPECS["both"](name))
@@ -135,6 +138,7 @@ def spread(kind: str) -> Any:
     return model["blocks"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPECS)
 @pytest.mark.parametrize("how", ["call", "vmap", "grad"])
 def test_called_outside_of_jit(kind: str, how: str) -> None:
@@ -160,6 +164,7 @@ def test_called_outside_of_jit(kind: str, how: str) -> None:
         assert all(v.sharding.is_equivalent_to(place, v.ndim) for v, place in zip(now, places, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPECS)
 def test_parameters_that_are_added_lie_with_their_layer(kind: str) -> None:
     def add(block: Any) -> None:
@@ -188,6 +193,7 @@ def test_values_on_devices_of_no_layer_are_refused() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [lambda f: f, nnx.jit, lm.jit], ids=["plain", "nnx.jit", "lm.jit"])
 def test_explicit_axes(compile: Any) -> None:
     """A scan takes layers that are whole along their axis on each device: those are brought together and back."""

@@ -50,6 +50,7 @@ class Various(nnx.Module):
         return g
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [False, True], ids=["", "donated"])
 def test_all_kinds_of_places_and_changes(donate):
     mesh = mesh_of(data=4, model=2)
@@ -131,6 +132,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_whose_state_is_made_inside(name):
     mesh = mesh_of(data=4, model=2)

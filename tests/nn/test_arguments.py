@@ -33,6 +33,7 @@ def check_as_argument(row: Row, run: Callable[..., Any], same: Callable[[Any, An
         same(nnx.state(layer), nnx.state(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [*MAIN, *WRITERS], ids=str)
 def test_argument_of_remat(row: Row) -> None:
     check_as_argument(row, nnx.remat(lambda m, *args: m(*args, **row.kwargs)), assert_same_bits)

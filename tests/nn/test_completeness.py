@@ -96,6 +96,7 @@ def test_arguments_are_those_of_flax(name: str) -> None:
     assert set(target) - variadic - INFERRED == set(common) | {"rngs"}
 
 
+@pytest.mark.slow
 def test_table_has_every_lazy_layer() -> None:
     seen: set[Any] = set()
     for row in TABLE:

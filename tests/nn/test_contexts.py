@@ -63,6 +63,7 @@ def test_closed_over(row: Row, context: Callable[[Forward, Any], Any]) -> None:
     assert_same_bits(as_arrays(got), as_arrays(context(explicit_forward, row.inputs())))
 
 
+@pytest.mark.slow
 @closed_over
 @pytest.mark.parametrize("row", [*(r for r in MAIN if r.mutates), *WRITERS], ids=str)
 def test_closed_over_writers_are_refused_as_by_flax(row: Row, context: Callable[[Forward, Any], Any]) -> None:

@@ -23,6 +23,7 @@ main_rows = pytest.mark.parametrize("row", MAIN, ids=str)
 # ---------------------------------------------------------------- the same call, written differently
 
 
+@pytest.mark.slow
 @main_rows
 def test_inputs_by_keyword(row: Row) -> None:
     layer, want = row.twins()

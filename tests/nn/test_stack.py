@@ -68,6 +68,7 @@ def test_every_way_gives_the_list(name: str, form: str, way: str) -> None:
     assert_same(model, want, rounding=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [nnx.jit, lm.jit, lambda f: f], ids=["nnx.jit", "lm.jit", "plain"])
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("name", BLOCKS)
@@ -79,6 +80,7 @@ def test_gradients_and_statistics_are_those_of_the_list(name: str, remat: bool, 
     assert_same(model, want, rounding=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [nnx.jit, lm.jit], ids=["nnx.jit", "lm.jit"])
 def test_steps_of_a_lazy_optimizer(compile: Any) -> None:
     def step(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
@@ -98,6 +100,7 @@ def test_steps_of_a_lazy_optimizer(compile: Any) -> None:
     assert_same(model, want, rounding=True)
 
 
+@pytest.mark.slow
 def test_other_transforms() -> None:
     for form in ("lazy", "ready"):
         model, want = Model(Normed, form), Model(Normed, "list")
@@ -130,6 +133,7 @@ def test_a_model_taken_apart_for_jax_jit() -> None:
     assert_same(model, want, rounding=True)
 
 
+@pytest.mark.slow
 def test_an_ensemble_of_stacks() -> None:
     def built(form: str) -> Any:
         def make(rngs: nnx.Rngs) -> Any:
@@ -158,6 +162,7 @@ def test_blocks_of_lazy_tensors(form: str) -> None:
     assert_same(model, want, rounding=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"check": True}, {"donate_state": True}], ids=str)
 def test_lm_jit_with_options(options: dict[str, Any]) -> None:
     def decides(model: Any, x: jax.Array) -> jax.Array:
@@ -171,6 +176,7 @@ def test_lm_jit_with_options(options: dict[str, Any]) -> None:
     assert_same(model, want, rounding=True)
 
 
+@pytest.mark.slow
 def test_a_program_has_the_block_once() -> None:
     for n in (2, 20):
         stack = lm.Stack(lambda rngs: Dense(rngs, True), n, rngs=nnx.Rngs(0))
@@ -198,6 +204,7 @@ def test_threads_size_it_once() -> None:
 # ---------------------------------------------------------------- arguments, caches, what is shared
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [lambda f: f, nnx.jit, lm.jit], ids=["plain", "nnx.jit", "lm.jit"])
 def test_what_each_block_gets_besides(compile: Any) -> None:
     """Also rngs, which draw in one block after the other."""
@@ -211,6 +218,7 @@ def test_what_each_block_gets_besides(compile: Any) -> None:
     np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["each", "everywhere"])
 def test_caches_for_decoding(how: str) -> None:
     def begin(blocks: Any) -> None:
@@ -237,6 +245,7 @@ def test_caches_for_decoding(how: str) -> None:
         np.testing.assert_array_equal(stack[1].attention.cached_key[...], blocks[1].attention.cached_key[...])
 
 
+@pytest.mark.slow
 def test_intermediates_of_all_blocks() -> None:
     class Sowing(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
@@ -258,6 +267,7 @@ def test_intermediates_of_all_blocks() -> None:
         np.testing.assert_allclose(call(stack, H), call(blocks, H), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
 def test_what_all_blocks_share_stays_one(n: int) -> None:
     kept = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(5))

@@ -145,6 +145,7 @@ def test_blocks_are_copies() -> None:
     assert list(lm.state_dict(stack))[:3] == ["0.kernel", "0.bias", "0.extra"]
 
 
+@pytest.mark.slow
 def test_modes_and_frozen_parameters() -> None:
     model, want = Model(Dense, "lazy"), Model(Dense, "list")
     for m in (model, want):
@@ -195,6 +196,7 @@ class Odd(nnx.Module):
         return self.drop(self.fc(x))
 
 
+@pytest.mark.slow
 def test_unequal_blocks_are_refused() -> None:
     Odd.built = 0
     with pytest.raises(lm.LazyError) as caught:

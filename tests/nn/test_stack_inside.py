@@ -34,6 +34,7 @@ class Outer(nnx.Module):
         return through(self.inner, self.first(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["call", "spec", "load"])
 def test_stacks_of_stacks(way: str) -> None:
     stack = lm.Stack(lambda rngs: Outer(rngs, "stack"), 3, rngs=nnx.Rngs(0))
@@ -53,6 +54,7 @@ def test_stacks_of_stacks(way: str) -> None:
     np.testing.assert_array_equal(stack[1].inner[0].fc.kernel[...], new["1.inner.0.fc.kernel"])
 
 
+@pytest.mark.slow
 def test_in_abstract_models() -> None:
     want = Model(Normed, "list", seed=1)
     for make in (lambda: Model(Normed, "lazy"), lambda: Model(Normed, "ready")):
@@ -62,6 +64,7 @@ def test_in_abstract_models() -> None:
             np.testing.assert_array_equal(lm.state_dict(model)[name], value)
 
 
+@pytest.mark.slow
 def test_in_a_lazy_class_of_the_users_own() -> None:
     """While that is lazy, its constructor says how values are made, so the stack has no blocks yet."""
 
@@ -94,6 +97,7 @@ def test_hooks_of_a_stack_and_of_layers_in_it() -> None:
     np.testing.assert_allclose(lm.jit(lambda m, x: m(x))(model, X), want(X), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_states(tmp_path: Any) -> None:
     """The state of an optimizer has one entry for all layers, as the optimizer has."""
     def step(model: Any, optimizer: Any, x: jax.Array) -> None:
@@ -126,6 +130,7 @@ class Beside(nnx.Module):
         return x + sum(jnp.sum(v.astype(jnp.float32)) for v in leaves if jnp.issubdtype(v.dtype, jnp.floating))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_every_layer(row: Any) -> None:
     stack = lm.Stack(lambda rngs: Beside(row, True, rngs), 2, rngs=nnx.Rngs(0))
@@ -170,6 +175,7 @@ class Holding(nnx.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2])
 def test_what_all_blocks_share_with_the_model_stays_tied_to_it(n: int) -> None:
     x = jax.random.normal(jax.random.key(0), (3, 4))
@@ -180,6 +186,7 @@ def test_what_all_blocks_share_with_the_model_stays_tied_to_it(n: int) -> None:
     assert len(jax.tree.leaves(nnx.state(got))) == 4  # the part's two, and the two of all blocks
 
 
+@pytest.mark.slow
 def test_a_part_of_the_model_for_each_block_is_refused() -> None:
     rngs = nnx.Rngs(0)
     parts = [nnx.Linear(4, 4, rngs=rngs) for _ in range(3)]

@@ -68,6 +68,7 @@ class Model(nnx.Module):
         return self.out(through(self.blocks, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["call", "spec", "nnx.jit", "lm.jit", "clone", "load", "each"])
 def test_what_comes_after_a_layer_that_draws_less_gets_its_own_keys(way: str) -> None:
     model, want = Model(True), Model(False)
@@ -84,6 +85,7 @@ def test_what_comes_after_a_layer_that_draws_less_gets_its_own_keys(way: str) ->
     assert_same(model, want, rounding=True)
 
 
+@pytest.mark.slow
 def test_what_drew_other_keys_in_the_blocks_is_refused() -> None:
     model, want = Model(True, drop=True), Model(False, drop=True)
     with pytest.raises(lm.ConfigurationError, match=r"blocks\.same \(LazyResidual\)"):
@@ -117,6 +119,7 @@ def adapted() -> tuple[Any, Any]:
     return stack, nnx.List([Adapted(rngs, False) for _ in range(3)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [nnx.jit, lm.jit], ids=["nnx.jit", "lm.jit"])
 def test_adapters_as_an_argument(compile: Any) -> None:
     stack, want = adapted()
@@ -124,6 +127,7 @@ def test_adapters_as_an_argument(compile: Any) -> None:
     assert_same(stack, want, rounding=True)
 
 
+@pytest.mark.slow
 def test_adapters_in_an_abstract_model() -> None:
     _, want = adapted()
     stack = nnx.eval_shape(lambda: adapted()[0])
@@ -288,6 +292,7 @@ def test_a_lazy_stack_that_a_loop_carries(loop: str) -> None:
     np.testing.assert_allclose(carried(stack, Y), stack(stack(Y)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_lazy_stacks_one_after_the_other() -> None:
     stacks = nnx.split_rngs(splits=2)(nnx.vmap(lazy_stack))(nnx.Rngs(0))
     each = nnx.split_rngs(splits=2)(

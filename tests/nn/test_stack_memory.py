@@ -58,12 +58,14 @@ def stack_of(seed: int) -> nnx.Dict:
     return nnx.Dict(blocks=lm.Stack(Block, LAYERS, rngs=nnx.Rngs(seed)))
 
 
+@pytest.mark.slow
 def test_when_it_is_materialized(most: list[int]) -> None:
     stack = lm.Stack(Block, LAYERS, rngs=nnx.Rngs(0))
     lm.materialize(stack, SPEC)
     assert TOTAL < most[0] <= TOTAL * (1 + 1.5 / LINEARS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stack.safetensors", "folder"])
 def test_when_it_is_loaded(name: str, tmp_path: Path, most: list[int]) -> None:
     made = lm.Stack(Block, LAYERS, rngs=nnx.Rngs(0))
@@ -78,6 +80,7 @@ def test_when_it_is_loaded(name: str, tmp_path: Path, most: list[int]) -> None:
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), got, want))
 
 
+@pytest.mark.slow
 def test_a_training_state_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def state_of(seed: int) -> dict[str, Any]:
         model = stack_of(seed)

@@ -43,6 +43,7 @@ def step(state: dict[str, Any]) -> jax.Array:
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["state.safetensors", "state.npz", "state"])
 @pytest.mark.parametrize(("old", "new"), [("list", "ready"), ("list", "lazy"), ("ready", "list"), ("list", "list")])
 def test_training_goes_on(tmp_path: Any, old: str, new: str, name: str) -> None:
@@ -85,6 +86,7 @@ def pair_of(forms: tuple[str, str], seed: int) -> dict[str, Any]:
 PAIRS = list(itertools.product(("list", "ready"), repeat=2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new", PAIRS)
 @pytest.mark.parametrize("old", PAIRS)
 def test_the_form_of_one_model_says_nothing_of_another(tmp_path: Any, old: Any, new: Any) -> None:

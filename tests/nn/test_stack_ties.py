@@ -62,6 +62,7 @@ def loss(model: Any) -> Any:
     return (model(Y) ** 2).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
 def test_blocks_of_a_list_keep_a_tie_that_all_have(n: int) -> None:
     got, want = Model(n, one=True), Model(n, one=True)
@@ -76,6 +77,7 @@ def test_blocks_of_a_list_keep_a_tie_that_all_have(n: int) -> None:
     assert len(jax.tree.leaves(nnx.state(got))) == 3
 
 
+@pytest.mark.slow
 def test_ties_of_some_blocks_are_refused() -> None:
     model = Model(3)
     kernel = model.blocks[2].fc.kernel
@@ -99,6 +101,7 @@ def test_ties_of_some_blocks_are_refused() -> None:
     np.testing.assert_allclose(copies(Y), through(model.blocks, Y), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_ties_to_ordinary_objects_are_refused() -> None:
     model = Model(2, tied=False)
     trainer = types.SimpleNamespace(tables={"first": [model.blocks[0].embed]})
@@ -107,6 +110,7 @@ def test_ties_to_ordinary_objects_are_refused() -> None:
     assert trainer.tables
 
 
+@pytest.mark.slow
 def test_a_block_that_is_more_than_one_of_a_list() -> None:
     model = Model(2, tied=False)
     model.first = model.blocks[0]
@@ -117,6 +121,7 @@ def test_a_block_that_is_more_than_one_of_a_list() -> None:
     np.testing.assert_array_equal(model.blocks(Y), model.first(Y))
 
 
+@pytest.mark.slow
 def test_what_is_dead_holds_nothing() -> None:
     def blocks_of_a_model_in_a_circle() -> list[nnx.Module]:
         model = Model(2)
@@ -134,6 +139,7 @@ def test_what_is_dead_holds_nothing() -> None:
         gc.unfreeze()
 
 
+@pytest.mark.slow
 def test_a_frozen_heap_is_looked_at() -> None:
     model = Model(2)
     gc.freeze()
@@ -159,6 +165,7 @@ def test_a_list_that_was_compiled_becomes_a_stack(compile: Any) -> None:
         np.testing.assert_allclose(call(got, Y), want(Y), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
 def test_what_each_block_is_given_later(n: int) -> None:
     kept = [nnx.Param(jnp.eye(WIDTH) * (i + 2)) for i in range(3)]

@@ -56,6 +56,7 @@ def test_logits_are_pytorch_s(name: str) -> None:
     assert abs(np.asarray(got) - given["out"]).max() < 1e-5 * max(1, abs(given["out"]).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen2"])
 def test_text_goes_on_as_without_a_cache(name: str) -> None:
     port = example(CHECKPOINTS[name])
@@ -83,6 +84,7 @@ def resnets(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return net, model, torch.randn(2, 3, 64, 64)
 
 
+@pytest.mark.slow
 def test_resnet(resnets: Any) -> None:
     net, model, x = resnets
     want = net(x).detach().numpy()

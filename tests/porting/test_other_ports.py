@@ -218,6 +218,7 @@ def last(x: Any) -> Any:
     return jnp.moveaxis(array, 1, -1) if x is IMAGE or x is WAVE else array
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize("name", PORTS)

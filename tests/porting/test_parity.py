@@ -165,6 +165,7 @@ def test_a_mistake_is_named(torch_net: Any, file: Path, mistake: Mistake, with_r
     assert f"  why:    {mistake.reason}" in str(report)
 
 
+@pytest.mark.slow
 def test_strides_are_told(torch_net: Any, file: Path):
     model = Net(wrong="strides")
     with pytest.warns(UserWarning, match="flattened channels last"):
@@ -176,6 +177,7 @@ def test_strides_are_told(torch_net: Any, file: Path):
     assert (report.reason, report.write) == ("strides=(1, 1), PyTorch has stride=(2, 2)", "strides=(2, 2)")
 
 
+@pytest.mark.slow
 def test_gelu_and_its_tanh_form(torch_net: Any, file: Path):
     class Mlp(nnx.Module):
         def __init__(self, approximate: bool):
@@ -208,6 +210,7 @@ def test_gelu_and_its_tanh_form(torch_net: Any, file: Path):
         assert close.notes == (f"down: {report.reason}; write {report.write}",)
 
 
+@pytest.mark.slow
 def test_modes(torch_net: Any, file: Path):
     model, result = loaded(file)
     torch_net.train()

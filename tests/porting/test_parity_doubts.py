@@ -101,6 +101,7 @@ def test_weights_that_are_right_are_not_blamed() -> None:
     assert "parameters are PyTorch's" in lm.parity(model, theirs, torch.randn(2, 5, 3), result).reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", [float("-inf"), float(np.finfo(np.float32).min), -1e9, -65504.0])
 def test_a_mask_hides_no_difference(fill: float) -> None:
     mask = np.tri(4, dtype=bool)[None]

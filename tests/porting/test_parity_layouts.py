@@ -87,6 +87,7 @@ def test_padding_of_transposed_convolutions(tmp_path: Path, padding: Any, option
         assert port(net, model, tmp_path, torch.randn(2, 3, 9, 8)).agrees  # what it says to write is right
 
 
+@pytest.mark.slow
 def test_settings_that_the_file_does_not_tell(tmp_path: Path):
     class Torch(nn.Module):
         def __init__(self) -> None:

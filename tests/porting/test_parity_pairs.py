@@ -104,6 +104,7 @@ class Twice(nnx.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_shared_layer_has_a_row_for_each_call(tmp_path: Path):
     net, model = TorchTwice(), Twice()
     result = lm.load(model, saved(net, tmp_path), layout="torch")
@@ -255,6 +256,7 @@ def test_weight_norm_and_narrow_dtypes(tmp_path: Path):
     assert lm.parity(narrow, net.bfloat16(), x.bfloat16(), result).agrees
 
 
+@pytest.mark.slow
 def test_what_is_no_number_is_compared_as_well(tmp_path: Path):
     class Torch(nn.Module):
         def __init__(self) -> None:

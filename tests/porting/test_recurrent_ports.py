@@ -154,6 +154,7 @@ class CRNN(nnx.Module):
         return self.Prediction(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", ["", "module."])
 def test_easyocr_crnn(tmp_path: Path, wrapped: str) -> None:
     torch.manual_seed(0)

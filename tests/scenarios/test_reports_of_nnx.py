@@ -32,6 +32,7 @@ class ConvNet(nnx.Module):
 IMAGES = array(2, 8, 8, 1)
 
 
+@pytest.mark.slow
 def test_convolution_flatten_linear_without_a_size() -> None:
     model, want = ConvNet(True), ConvNet(False)
     with pytest.raises(lm.UninitializedError, match=r"head\.kernel(.|\n)*lm\.materialize"):
@@ -188,6 +189,7 @@ def the_loss(model: Any, tokens: jax.Array) -> jax.Array:
     return jnp.square(model(tokens)).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["jit", "load", "state_map"])
 def test_a_tied_embedding_stays_one_variable(how: str) -> None:
     model, want = Tied(True), Tied(False)

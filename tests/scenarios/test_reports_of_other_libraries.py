@@ -192,6 +192,7 @@ def over_batch(model: Any, images: jax.Array) -> Any:
     return nnx.vmap(lambda m, x: m(x), in_axes=(None, 0), axis_name="batch")(model, images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [over_batch, nnx.jit(over_batch)], ids=["vmap", "jit_of_vmap"])
 def test_stateful_norm_in_a_named_vmap_then_linear(first: Callable[[Any, Any], Any]) -> None:
     model, want, images = ConvStack(True), ConvStack(False), array(4, 8, 8, 1)

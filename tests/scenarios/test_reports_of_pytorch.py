@@ -27,6 +27,7 @@ LOADED: dict[str, tuple[Callable[[nnx.Rngs], Any], Callable[[nnx.Rngs], Any], st
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lazy, explicit, size", LOADED.values(), ids=LOADED)
 def test_a_load_finishes_the_layer(lazy: Any, explicit: Any, size: str) -> None:
     layer, want = lazy(nnx.Rngs(0)), explicit(nnx.Rngs(1))

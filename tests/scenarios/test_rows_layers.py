@@ -173,6 +173,7 @@ def test_loaded_weights_are_not_drawn_again() -> None:
     assert all(a is b for a, b in zip(lm.state_dict(lazy).values(), before.values(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lazy_cls, cls", [(lm.LazyConv2d, nnx.Conv), (lm.LazyConvTranspose2d, nnx.ConvTranspose)],
                          ids=["row_30-Conv2d", "row_31-ConvTranspose2d"])
 def test_load_then_forward(lazy_cls: Any, cls: Any) -> None:
@@ -184,6 +185,7 @@ def test_load_then_forward(lazy_cls: Any, cls: Any) -> None:
     assert_same_bits(lazy(x), source(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lazy_cls, rank", [(lm.LazyConvTranspose1d, 1), (lm.LazyConvTranspose2d, 2),
                                             (lm.LazyConvTranspose3d, 3)],
                          ids=["row_36", "row_40", "row_44"])
@@ -194,6 +196,7 @@ def test_transposed_convolution_by_keyword(lazy_cls: Any, rank: int) -> None:
     assert_same_model(lazy, want)
 
 
+@pytest.mark.slow
 def test_further_arguments_of_the_forward_reach_it() -> None:
     lazy, want, x = (lm.LazyMultiHeadAttention(2, decode=False, rngs=nnx.Rngs(0)),
                      nnx.MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0)), array(1, 3, 4))

@@ -405,6 +405,7 @@ def test_another_width_afterwards(row: str, use: Callable[..., Any]) -> None:
     assert_same_model(model, want)
 
 
+@pytest.mark.slow
 def test_lazy_layers_draw_where_explicit_ones_do() -> None:
     def mixed(size: int | None) -> Any:
         r = nnx.Rngs(7)

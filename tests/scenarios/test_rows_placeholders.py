@@ -145,6 +145,7 @@ assert placed[...].devices() == {second}
 """
 
 
+@pytest.mark.slow
 def test_the_device_chosen_while_lazy() -> None:
     environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", TWO_DEVICES], env=environment, capture_output=True, text=True)

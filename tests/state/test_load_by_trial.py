@@ -275,6 +275,7 @@ def test_what_fits_no_sizes_is_refused_and_changes_nothing(name: str) -> None:
     assert_same(model, want)
 
 
+@pytest.mark.slow
 def test_a_hook_that_refuses_after_all_leaves_the_layer_as_it_was() -> None:
     model = lm.lazy(Hidden, infer=n)(rngs=nnx.Rngs(0))
     before = {p: lm.state_dict(model)[p].shape for p in lm.uninitialized_paths(model)}

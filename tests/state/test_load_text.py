@@ -278,6 +278,7 @@ class Windows(nnx.Module):
         return self.conv(x)
 
 
+@pytest.mark.slow
 def test_a_size_that_is_an_int_or_a_pair() -> None:
     lazy = lm.lazy(Windows, infer=lambda config, x: {"window": (3, 2)})
     explicit = Windows((3, 2), rngs=nnx.Rngs(1))

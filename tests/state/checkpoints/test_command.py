@@ -86,6 +86,7 @@ def test_an_integer_step_beside_tensors(tmp_path: Path, capsys: pytest.CaptureFi
     assert "step" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     save_file({"\u00e9": np.ones(2)}, tmp_path / "m")
     env = os.environ | {"PYTHONIOENCODING": "ascii"}
@@ -94,6 +95,7 @@ def test_names_that_the_terminal_cannot_show(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[1].split() == ["\\xe9", "f64[2]", "16"]
 
 
+@pytest.mark.slow
 def test_a_reader_that_stops_listening(tmp_path: Path) -> None:
     save_file({f"layer{i}": np.ones(1) for i in range(5000)}, tmp_path / "m")
     command = [sys.executable, "-m", "lazymods", "inspect", str(tmp_path / "m")]

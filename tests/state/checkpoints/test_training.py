@@ -68,6 +68,7 @@ def standard_promotion():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ""])
 @pytest.mark.parametrize("lazy_optimizer", [True, False])
 def test_resume(tmp_path: Path, suffix: str, lazy_optimizer: bool, large: int) -> None:
@@ -154,6 +155,7 @@ def test_what_the_file_has_not_of_a_state_is_what_an_optimizer_begins_with(tmp_p
     train_step(fresh)
 
 
+@pytest.mark.slow
 def test_a_new_state_is_not_there_beside_the_one_that_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +202,7 @@ def test_a_failed_load_leaves_all_of_the_state_as_it_was(tmp_path: Path) -> None
     assert (resumed["step"], resumed["best"]) == (1, 0.5)
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_a_state_beside_two_models(tmp_path: Path) -> None:
     model, other = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.Linear(2, 5, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(other, TX, wrt=nnx.Param)
@@ -223,6 +226,7 @@ def test_an_optimizer_without_a_state_beside_two_models(tmp_path: Path) -> None:
         assert lm.is_lazy(resumed["a"]) and lm.is_lazy(resumed["optimizer"])
 
 
+@pytest.mark.slow
 def test_optimizers_of_parts_of_a_module(tmp_path: Path) -> None:
     def make(seed: int) -> dict[str, Any]:
         both = nnx.List([lm.LazyLinear(3, rngs=nnx.Rngs(seed)), lm.LazyLinear(1, rngs=nnx.Rngs(seed))])

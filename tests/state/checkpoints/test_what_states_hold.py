@@ -58,6 +58,7 @@ class _Net(nnx.Module):
         self.blocks = lm.Stack(block, 2, rngs=rngs) if stack else nnx.List([block(rngs), block(rngs)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
 @pytest.mark.parametrize("stack", [False, True], ids=["list", "stack"])
 def test_what_is_called_as_the_blocks_of_a_model_comes_back(stack: bool, tmp_path: Path, suffix: str) -> None:

@@ -170,6 +170,7 @@ def test_the_cause_comes_first_and_names_are_told_together(tmp_path: Path) -> No
         lm.load(model, tmp_path / "m.safetensors", strict=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
 def test_who_writes_to_a_mapped_parameter_writes_to_a_copy(suffix: str, tmp_path: Path) -> None:
     """As PyTorch does through DLPack: the process lives on, and the file is as it was."""

@@ -155,6 +155,7 @@ def test_an_export_is_a_file_for_a_lazy_model():
     assert np.array_equal(lazy.m(normal(2, 3)), explicit.m(normal(2, 3)))
 
 
+@pytest.mark.slow
 def test_stacked_attention_is_refused():
     @nnx.vmap(in_axes=0)
     def stacked(key: Any) -> nnx.MultiHeadAttention:

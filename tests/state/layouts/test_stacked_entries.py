@@ -32,6 +32,7 @@ LAYERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYERS)
 def test_square_layers_of_a_stack(name: str) -> None:
     make, build = LAYERS[name]
@@ -51,6 +52,7 @@ def test_square_layers_of_a_stack(name: str) -> None:
         np.testing.assert_allclose(got[i], want, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_square_adapters_of_a_stack() -> None:
     a, b = (np.random.RandomState(seed).randn(N, N, N).astype(np.float32) for seed in (0, 1))
     lora = nnx.vmap(lambda key: nnx.LoRA(N, N, N, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
