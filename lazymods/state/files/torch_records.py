@@ -83,25 +83,27 @@ class Records:
         """
         raw, memo = self.raw, self.memo
         kinds: dict[Any, _Kind | None] = {}
+        last = 0  # no value that they all name is remembered anew
         left_out: list[bytes | None] = []
         while (found := _TENSOR.match(raw, at)) is not None and len(stack) < most:
             name_at, maker, label, cls, length, key, key_at, known, place, numel, *rest = found.groups()
             storage_at, offset, size, size_at, stride, stride_at, hooks, hooks_at, call_at, tensor_at = rest
             names = (maker, label, cls, place, hooks)
             if names not in kinds:
-                kinds[names] = _kind(memo, *names)
+                kinds[names] = kind = _kind(memo, *names)
+                last = last if kind is None else max(last, kind.last)
             kind, layout, numel, offset = kinds[names], _layout(size, stride), _number(numel), _number(offset)
             name_at, tensor_at, key_at = _INDICES(name_at + tensor_at + (key_at or tensor_at))
-            if kind is None or layout is None or numel < 0 or offset < 0 or not name_at > kind.last < tensor_at:
+            if kind is None or layout is None or min(numel, offset) < 0 or min(name_at, key_at, tensor_at) <= last:
                 break
+            memo[name_at] = stack[-1]
             if key is None:
                 key = memo[_index(known)]
-            elif length[0] == len(key) and key_at > kind.last:
+            elif length[0] == len(key):
                 memo[key_at] = key = key.decode()
             if type(key) is not str:
                 break
             storage = self.register(Storage(key, kind.dtype, numel, numel * kind.itemsize, kind.itemsize))
-            memo[name_at] = stack[-1]
             memo[tensor_at] = tensor = torch_calls.placed(storage, kind.dtype, kind.itemsize, offset, layout)
             left_out += (storage_at, size_at, stride_at, hooks_at, call_at)
             stack.append(tensor)

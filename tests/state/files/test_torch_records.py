@@ -93,19 +93,45 @@ def test_the_arrays_are_those_of_pytorch(tmp_path: Any, monkeypatch: pytest.Monk
     assert sum(followed) > 10_000
 
 
+def of_each(raw: bytes) -> Any:
+    """What the fuzzed pickles have in common: both ways give the same value, or the same error."""
+    want = walked(raw, in_pieces=False)
+    assert walked(raw, in_pieces=True) == want
+    return type(want)
+
+
 def test_a_damaged_pickle_is_read_or_refused_as_by_single_instructions() -> None:
     raw = pickled(state_dict())
     draw = random.Random(0)
     outcomes = set()
-    for _ in range(400):
+    for _ in range(300):
         damaged = bytearray(raw)
         for _ in range(draw.randint(1, 3)):
             at = draw.randrange(len(raw))
             damaged[at] = draw.choice([draw.randrange(256), damaged[draw.randrange(len(raw))], damaged[at] ^ 1])
-        want = walked(bytes(damaged), in_pieces=False)
-        assert walked(bytes(damaged), in_pieces=True) == want
-        outcomes.add(type(want))
+        outcomes.add(of_each(bytes(damaged)))
     assert outcomes == {tuple, torch_pickle.Pickle}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_indices_that_are_mixed_up(seed: int) -> None:
+    """Instructions remember and name values by other indices, and the pickle ends with values that are named again."""
+    raw = pickled(state_dict())
+    draw = random.Random(seed)
+    begin = raw.index(b"layers.30.weight")
+    wide = [i for i in range(begin, len(raw) - 5) if raw[i] in b"rj" and raw[i + 3 : i + 5] == b"\0\0"]
+    narrow = [i for i in range(begin, len(raw) - 2) if raw[i] == ord("h") and raw[i + 2] in b")(h"]
+    outcomes = set()
+    for _ in range(100):
+        mixed = bytearray(raw)
+        changed = draw.sample(wide, draw.randint(1, 4))
+        for to in changed:
+            near = draw.choice([i for i in wide if abs(i - to) < 120])
+            index = draw.choice([index_at(raw, near), index_at(raw, near), raw[draw.choice(narrow) + 1]])
+            struct.pack_into("<I", mixed, to + 1, index)
+        named = b"".join(b"X\6\0\0\0again%dj%b" % (i, mixed[at + 1 : at + 5]) for i, at in enumerate(changed))
+        outcomes.add(of_each(bytes(mixed[:-2] + named + mixed[-2:])))
+    assert torch_pickle.Pickle in outcomes
 
 
 # ---------------------------------------------------------------- what a piece does not remember
