@@ -78,11 +78,14 @@ def refused_tensors(tree: Any) -> Iterator[tuple[str, str]]:
         name, value = pending.pop()
         if isinstance(value, Refused):
             yield name, value.what
-        elif isinstance(value, (dict, list)) or type(value) is tuple:
-            if id(value) not in seen:
-                seen.add(id(value))
-                items = value.items() if isinstance(value, dict) else enumerate(value)
-                pending.extend((f"{name}.{key}"[-MAX_LINE:].lstrip("."), item) for key, item in items)
+        elif (isinstance(value, (dict, list)) or type(value) is tuple) and id(value) not in seen:
+            seen.add(id(value))
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            pending.extend(
+                (f"{name}.{key}"[-MAX_LINE:].lstrip("."), item)
+                for key, item in items
+                if isinstance(item, (dict, list, Refused)) or type(item) is tuple
+            )
 
 
 # ---------------------------------------------------------------- the machine

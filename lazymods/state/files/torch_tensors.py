@@ -109,7 +109,7 @@ class _Names:
             self.characters += len(name)
             if self.characters > MAX_NAMES:
                 raise refuse(self.path, f"names of over {MAX_NAMES:,} characters", _NEEDED)
-            if self.holds_tensors(value, depth + 1):
+            if isinstance(value, dict) and self.holds_tensors(value, depth + 1):
                 self.add(f"{name}.", value, depth + 1)
                 continue
             if name in self.found:
