@@ -93,8 +93,10 @@ def _as_on_a_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Where there is a GPU, compare gradients without its short products, and call kernels that are for a CPU."""
     folder = request.path.parent.name if jax.default_backend() != "cpu" else ""
     with contextlib.ExitStack() as stack:
-        if folder in ("autograd", "dispatch", "nn"):
-            stack.enter_context(jax.default_matmul_precision("highest"))
+        if folder in ("autograd", "dispatch", "nn"):  # for all threads
+            before = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+            stack.callback(jax.config.update, "jax_default_matmul_precision", before)
+            jax.config.update("jax_default_matmul_precision", "highest")
         if folder == "dispatch":
             stack.enter_context(jax.default_device(jax.devices("cpu")[0]))
         yield

@@ -215,7 +215,7 @@ def test_what_each_block_gets_besides(compile: Any) -> None:
         rngs = nnx.Rngs(7)
         results.append([call(blocks, H, rngs) for _ in range(2)])
         assert rngs.default.count[...] == 2 * N
-    np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(results[0], results[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -242,7 +242,8 @@ def test_caches_for_decoding(how: str) -> None:
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
             np.testing.assert_allclose(got, whole[:, i : i + 1], rtol=1e-4, atol=1e-5)
         assert stack.blocks_as_one.attention.cached_key.shape == (N, 2, 5, 2, WIDTH // 2)
-        np.testing.assert_array_equal(stack[1].attention.cached_key[...], blocks[1].attention.cached_key[...])
+        keys = [m[1].attention.cached_key[...] for m in (stack, blocks)]
+        np.testing.assert_allclose(*keys, rtol=1e-5, atol=1e-6)  # a GPU rounds the list's program otherwise
 
 
 @pytest.mark.slow

@@ -185,6 +185,7 @@ ctypes.memset(state["x"].unsafe_buffer_pointer(), 0, 4)
 lm.load(other, {str(path)!r})
 print(int(state["x"].sum()), int(other["x"].sum()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.split() == ["4095", "4096"]
     assert path.read_bytes() == raw
