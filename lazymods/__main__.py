@@ -68,6 +68,7 @@ def _read_all(checkpoint: Checkpoint) -> None:
     checkpoint.check_sums()
     for name, tensor in checkpoint.tensors.items():
         if isinstance(tensor, StoredTensor):
+            checkpoint.check_unpacked([tensor])
             values = tensor.read()
             check_booleans(tensor.file, name, values)
             values.reshape(-1).view(np.uint8).max(initial=0) if values.flags.c_contiguous else values.tobytes()

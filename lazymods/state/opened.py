@@ -54,9 +54,11 @@ class OpenCheckpoint(Mapping[str, Array]):
         Raises:
             KeyError: If there is no such tensor.
             ArgumentError: If the checkpoint is closed.
-            CheckpointError: If its bytes are damaged, or it is a folder that another save has replaced.
+            CheckpointError: If its bytes are damaged, it unpacks to far more than the file holds, or it is a
+                folder that another save has replaced.
         """
         tensor = self._tensors[name]
+        self.checkpoint.check_unpacked([tensor])
         array = self.read(lambda _: tensor.read(), name)
         if array.flags.writeable:
             array = array.view()

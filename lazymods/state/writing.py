@@ -28,9 +28,10 @@ from lazymods._spread import on_host
 from lazymods.state import plain
 from lazymods.state.entries import check_is_model, is_training_state, named_places
 from lazymods.state.files import safetensors
+from lazymods.state.files.json_text import texts_as_array
 from lazymods.state.files.paths import check_path
 from lazymods.state.files.replacing import cannot_write, check_file_target, replacing
-from lazymods.state.files.stored import ALIASES, DTYPES, MAX_NAME_BYTES, NOTES, WEAK, Array, printable, texts_as_array
+from lazymods.state.files.stored import ALIASES, DTYPES, MAX_NAME_BYTES, NOTES, WEAK, Array, printable
 from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target, orbax_problem
 from lazymods.state.state_dict import state_dict
 from lazymods.state.values import is_deleted, is_weak
