@@ -12,7 +12,9 @@ from checkpoint_files import assert_same, refusal, values, zipped
 from safetensors.numpy import save_file
 
 import lazymods as lm
+from lazymods.state.files import folders
 from lazymods.state.files.opening import open_checkpoint
+from lazymods.state.files.stored import Checkpoint
 
 GOOD = {"x": np.arange(3.0)}
 
@@ -135,3 +137,24 @@ def test_a_path_of_a_shell_is_no_folder(tmp_path: Path, monkeypatch: pytest.Monk
     os.mkdir("~")  # whoever has made it means it
     lm.save(GOOD, "~/m.npz")
     assert os.listdir("~") == ["m.npz"]
+
+
+def test_a_folder_that_a_save_replaces_is_opened_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("old", 1.0), ("new", 2.0)):
+        os.mkdir(tmp_path / name)
+        save_file({"x": np.full(3, value)}, tmp_path / name / "m.safetensors")
+    open_safetensors = folders.open_safetensors
+
+    def replaced_first(path: Path) -> Checkpoint:
+        if os.path.exists(tmp_path / "new"):
+            os.rename(tmp_path / "old", tmp_path / "older")
+            os.rename(tmp_path / "new", tmp_path / "old")
+            shutil.rmtree(tmp_path / "older")
+            raise FileNotFoundError(path)  # as of the parts of a folder that is being removed
+        return open_safetensors(path)
+
+    monkeypatch.setattr(folders, "open_safetensors", replaced_first)
+    with lm.open(tmp_path / "old") as opened:
+        assert opened["x"].tolist() == [2, 2, 2]
