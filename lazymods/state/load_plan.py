@@ -24,7 +24,7 @@ from lazymods._layer.config import REFUSALS, ConstructorInit, LayerConfig, examp
 from lazymods._layer.formulas import ShapeFormulas
 from lazymods._layer.placeholder import UninitializedVariable, fits, show_shape
 from lazymods._spread import is_spread
-from lazymods.state.entries import IMPL, Place, Survey, home_trace, prefix_of, raw_of
+from lazymods.state.entries import IMPL, Place, Survey, home_trace, prefix_of
 from lazymods.state.files.stored import Unread
 from lazymods.state.plain import as_number
 from lazymods.state.values import (
@@ -37,6 +37,7 @@ from lazymods.state.values import (
     own,
     same_numbers,
     same_values,
+    unwrapped,
 )
 
 
@@ -362,8 +363,7 @@ def _dtype_of(current: Any) -> Any:
 
 
 def _check_key(plan: LoadPlan, place: Place, given: Mapping[str, Any]) -> None:
-    value = given[place.name]
-    value = raw_of(value) if isinstance(value, nnx.Variable) else value
+    value = unwrapped(given[place.name])
     current = place.value
     impl = None
     if place.lazy:
