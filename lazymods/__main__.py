@@ -18,7 +18,7 @@ import numpy as np
 
 from lazymods._errors import CheckpointError, harmless, short_dtype
 from lazymods._tables import Table, columns
-from lazymods.state.files.opening import open_checkpoint
+from lazymods.state.files.opening import read_checkpoint
 from lazymods.state.files.stored import Checkpoint, StoredTensor, check_booleans, printable
 
 
@@ -40,9 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands.add_parser(name, help=text, description=text).add_argument("file", help="a file or folder")
     options = parser.parse_args(arguments)
     try:
-        checkpoint = open_checkpoint(options.file)
-        if options.command == "check":
-            _read_all(checkpoint)
+        read = _read_all if options.command == "check" else lambda checkpoint: checkpoint
+        checkpoint = read_checkpoint(options.file, read)
     except (CheckpointError, OSError, ImportError) as error:
         print(harmless(str(error)), file=sys.stderr)
         return 1
@@ -59,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _read_all(checkpoint: Checkpoint) -> None:
-    """Read every value, one tensor at a time, and compute every checksum that the format has.
+def _read_all(checkpoint: Checkpoint) -> Checkpoint:
+    """Read every value, one tensor at a time, and compute every checksum that the format has; return the checkpoint.
 
     Raises:
         CheckpointError: If something is damaged.
@@ -68,9 +67,11 @@ def _read_all(checkpoint: Checkpoint) -> None:
     checkpoint.check_sums()
     for name, tensor in checkpoint.tensors.items():
         if isinstance(tensor, StoredTensor):
+            checkpoint.check_unpacked([tensor])
             values = tensor.read()
             check_booleans(tensor.file, name, values)
             values.reshape(-1).view(np.uint8).max(initial=0) if values.flags.c_contiguous else values.tobytes()
+    return checkpoint
 
 
 def _table(checkpoint: Checkpoint) -> Table:

@@ -45,7 +45,7 @@ class Snapshot:
         self._nodes: list[tuple[Any, type, dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
         self._variables: list[tuple[Any, type, Any, dict[str, Any]]] = []
-        self._arrays: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
+        self._arrays: list[tuple[Any, Any]] = []
         self._ledgers: dict[int, tuple[Any, Any]] = {}
         seen: set[int] = set()
         for root in roots:
@@ -72,9 +72,12 @@ class Snapshot:
             if kind is not OTHER and kind is not ARRAY:
                 self._take(child, kind, seen)
 
-    def keep(self, arrays: Iterable[np.ndarray[Any, Any]]) -> None:
-        """Take the contents of arrays too; one that is among them twice, or overlaps another, has its first ones."""
-        self._arrays = [(array, array.copy()) for array in arrays] + self._arrays
+    def keep(self, arrays: Iterable[Any]) -> None:
+        """Take the contents of arrays, or of references, too.
+
+        One that is among them twice, or overlaps another, has its first ones.
+        """
+        self._arrays = [(a, a.copy() if isinstance(a, np.ndarray) else a[...]) for a in arrays] + self._arrays
 
     def restore(self) -> None:
         """Put everything back."""
@@ -88,4 +91,7 @@ class Snapshot:
         for container, contents in self._containers:
             refill(container, contents)
         for variable, cls, raw, metadata in self._variables:
-            _compat.write_variable(variable, cls, raw, metadata)
+            if isinstance(variable, _compat.REFERENCES):
+                variable.set_raw_value(raw)  # of hijax: all else of it stays
+            else:
+                _compat.write_variable(variable, cls, raw, metadata)

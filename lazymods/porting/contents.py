@@ -16,7 +16,7 @@ from flax import nnx
 
 from lazymods import _graph
 from lazymods.porting.comparing import Array
-from lazymods.state.entries import raw_of
+from lazymods.state.values import raw_of
 
 
 def by_content(model: Any, torch_module: Any, known: Container[str]) -> dict[str, tuple[str, ...]]:

@@ -16,7 +16,8 @@ from lazymods._graph import Path as ModelPath
 from lazymods._graph import dotted
 from lazymods.state import config_file
 from lazymods.state.array_rules import Found, as_before, compiled, each, wide_dtype
-from lazymods.state.files.stored import Checkpoint, StoredTensor, printable, read_description, read_json, refuse
+from lazymods.state.files.json_text import read_json
+from lazymods.state.files.stored import Checkpoint, StoredTensor, printable, read_description, refuse
 from lazymods.state.flow import ArrayRule, Entry, Unfit, derived
 from lazymods.state.layouts.computed import wide
 

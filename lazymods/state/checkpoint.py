@@ -152,10 +152,12 @@ def load(
             def reader(part: Checkpoint) -> Prepared:
                 return prepare(survey, part, layout, rename, flatten)
 
+            if as_stored:
+                file.check_unpacked(file.tensors.values())  # some are read to be laid
             part, prepared, begin = part_of(survey, file, reader, root)
             beside = Beside(survey, part, prepared, layout, flatten)
             prepared = beside.prepared
-            return part, prepared, begin, _values(survey, prepared.entries, placing), file.roots, beside
+            return part, prepared, begin, _values(survey, prepared.entries, placing, part), file.roots, beside
 
         as_stored = layout == "torch" or has_array_rules(rename)
         file, prepared, begin, entries, roots, beside = read_source(source, read, as_stored=as_stored, variant=variant)
@@ -351,24 +353,37 @@ def _weak(file: Checkpoint, sources: Mapping[str, tuple[str, ...]]) -> set[str]:
     return {new for new, old in sources.items() if any(file.aliases.get(name, name) in file.weak for name in old)}
 
 
-def _values(survey: Survey, entries: Mapping[str, Any], placing: Placing | None) -> dict[str, Any]:
+def _values(survey: Survey, entries: Mapping[str, Any], placing: Placing | None, file: Checkpoint) -> dict[str, Any]:
     """Read what the model has a place for; what does not fit there is told by its shape, and not read.
 
     What goes to several devices is read when it is known which part goes where.
     """
     # hooks may give an entry another name, and an optimizer without a state gets one later
     everything = survey.hooked or is_training_state(survey.model)
-    out = dict(entries)
+    may_grow = everything or any(_graph.is_lazy_node(node) for _, node in survey.nodes)
+    out, wanted, unasked = dict(entries), [], []
     for name, value in entries.items():
-        if isinstance(value, StoredTensor):
-            place = survey.places.get(name) or survey.places.get(base_name(name))
-            if place is not None and not survey.hooked and not may_fit(place, name, value):
-                out[name] = Unread(value)
-            elif not survey.hooked and _is_for_several(place, name, placing):
-                out[name] = Unread(value)
-            elif place is not None or everything:
-                out[name] = value.read()
-    return out
+        if not isinstance(value, StoredTensor):
+            continue
+        place = survey.places.get(name) or survey.places.get(base_name(name))
+        if place is not None and not survey.hooked and not may_fit(place, name, value):
+            out[name] = Unread(value)
+        elif not survey.hooked and _is_for_several(place, name, placing):
+            out[name] = Unread(value)
+        elif place is not None or everything:
+            wanted.append(name)
+        is_read = place is not None or may_grow or is_buffer(file, value.name, value)  # if not now, then later
+        if is_read and not _is_asked_for(place, name, value):
+            unasked.append(value)
+    file.check_unpacked(unasked)
+    return out | {name: entries[name].read() for name in wanted}
+
+
+def _is_asked_for(place: Place | None, name: str, tensor: StoredTensor) -> bool:
+    """Whether the model has an array of that very shape: then a tensor of a file is no bomb, however well packed."""
+    if place is None or place.name != name or not may_fit(place, name, tensor):
+        return False
+    return not place.lazy or None not in (place.value.pending.shape or (None,))
 
 
 def _in_dtypes_of_file(entries: Mapping[str, Any], prepared: Prepared) -> dict[str, Any]:

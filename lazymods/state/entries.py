@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import mmap
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
 from lazymods._refusals import MAX_SHOWN, ArgumentError, refuse_class
 from lazymods.state.static_fields import static_leaves, structure_of, with_fields
+from lazymods.state.values import raw_of, unwrapped
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
 JSON = "json"  # the entry that holds what no array can, a text or a large number: "run_name.json"
@@ -71,7 +72,7 @@ class Place(NamedTuple):
         """The array, number or text that is there, or the placeholder."""
         if self.lazy:
             return self.owner
-        return leaf_of(raw_of(self.owner) if self.is_variable else self.owner, self.leaf)
+        return leaf_of(unwrapped(self.owner), self.leaf)
 
     @property
     def is_variable(self) -> bool:
@@ -104,7 +105,7 @@ class Place(NamedTuple):
         """Return what the owner becomes with other values at some paths inside it."""
         if () in values:
             return values[()]
-        return _replaced(raw_of(self.owner) if self.is_variable else self.owner, values)
+        return _replaced(unwrapped(self.owner), values)
 
     def write(self, value: Any) -> None:
         """Write the owner's new value."""
@@ -126,10 +127,14 @@ def is_buffer(value: Any) -> bool:
     return not isinstance(base, (np.memmap, mmap.mmap))
 
 
-def raw_of(variable: nnx.Variable[Any]) -> Any:
-    """Return a Variable's value, read out of its reference if it has one."""
-    raw = variable.get_raw_value()
-    return variable.get_value() if variable.get_metadata("ref", False) else raw
+def memory_of(places: Iterable[Place]) -> Iterator[Any]:
+    """Find what a load of some places writes into, and does not replace: arrays of numpy, references of Variables."""
+    for place in places:
+        raw = place.owner.get_raw_value() if place.is_variable else None
+        if isinstance(raw, _compat.REFERENCES):
+            yield raw
+        elif is_buffer(place.value):
+            yield place.value
 
 
 class Survey:

@@ -36,7 +36,7 @@ from lazymods._snapshot import Snapshot
 from lazymods._spread import goes_to_several
 from lazymods.state import by_trial, tied_heads
 from lazymods.state import missing as missing_entries
-from lazymods.state.entries import Place, Survey, home_trace, is_buffer, prefix_of
+from lazymods.state.entries import Place, Survey, home_trace, is_buffer, memory_of, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread, read_ahead
 from lazymods.state.load_plan import LoadPlan, Write, is_spread_place, make_plan
 from lazymods.state.load_result import LoadResult as LoadResult
@@ -144,7 +144,7 @@ def load_entries(
             after = [n for _, n in survey.hooked if hooks_of(n, "load_state_dict_post")]
             _raise_problems(plan, result, origin, strict=strict and not after)
             snapshot = snapshot or Snapshot(model)
-            snapshot.keep(w.current for w in plan.writes.values() if is_buffer(w.current))
+            snapshot.keep(memory_of(w.place for w in plan.writes.values()))
             with _compat.at_trace(home_trace(model)):  # what is written must outlive the current trace
                 with placement.told_later():
                     _write(plan, origin)

@@ -37,6 +37,7 @@ from lazymods.state.values import (
     own,
     same_numbers,
     same_values,
+    unwrapped,
 )
 
 
@@ -362,7 +363,7 @@ def _dtype_of(current: Any) -> Any:
 
 
 def _check_key(plan: LoadPlan, place: Place, given: Mapping[str, Any]) -> None:
-    value = given[place.name]
+    value = unwrapped(given[place.name])
     current = place.value
     impl = None
     if place.lazy:

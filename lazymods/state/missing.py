@@ -17,7 +17,8 @@ from flax import nnx
 from lazymods import _graph
 from lazymods._graph import dotted
 from lazymods._layer.placeholder import fits
-from lazymods.state.entries import Place, Survey, leaf_of, raw_of
+from lazymods.state.entries import Place, Survey, leaf_of
+from lazymods.state.values import unwrapped
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -72,7 +73,7 @@ def known_shape(place: Place) -> tuple[int | None, ...] | None:
 
 def value_now(place: Place) -> Any:
     """Return what is at a place now, which may have been a placeholder when the place was found."""
-    return leaf_of(raw_of(place.owner) if place.is_variable else place.owner, place.leaf)
+    return leaf_of(unwrapped(place.owner), place.leaf)
 
 
 class Options:

@@ -12,7 +12,7 @@ import jax
 from lazymods._errors import Problem, describe
 from lazymods._frames import entry
 from lazymods._refusals import ArgumentError
-from lazymods.state.files.opening import held, open_checkpoint
+from lazymods.state.files.opening import held, read_checkpoint
 from lazymods.state.files.paths import check_path
 from lazymods.state.files.stored import Array, Checkpoint, StoredTensor, printable, refuse
 
@@ -35,10 +35,16 @@ class OpenCheckpoint(Mapping[str, Array]):
     def __init__(self, path: str | os.PathLike[str], variant: str | None = None) -> None:
         check_path(path)
         self._stack = contextlib.ExitStack()
-        self._is_same = self._stack.enter_context(held(path))
+        self._is_same: Callable[[], bool] = lambda: True
         self._is_closed = False
+
+        def hold(checkpoint: Checkpoint) -> Checkpoint:
+            self._stack.close()  # of another one, which a save has replaced
+            self._is_same = self._stack.enter_context(held(path))
+            return checkpoint
+
         try:
-            self.checkpoint: Checkpoint = open_checkpoint(path, variant=variant)
+            self.checkpoint: Checkpoint = read_checkpoint(path, hold, variant=variant)
         except BaseException:
             self._stack.close()
             raise
@@ -54,9 +60,11 @@ class OpenCheckpoint(Mapping[str, Array]):
         Raises:
             KeyError: If there is no such tensor.
             ArgumentError: If the checkpoint is closed.
-            CheckpointError: If its bytes are damaged, or it is a folder that another save has replaced.
+            CheckpointError: If its bytes are damaged, it unpacks to far more than the file holds, or it is a
+                folder that another save has replaced.
         """
         tensor = self._tensors[name]
+        self.checkpoint.check_unpacked([tensor])
         array = self.read(lambda _: tensor.read(), name)
         if array.flags.writeable:
             array = array.view()

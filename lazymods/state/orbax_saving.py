@@ -16,8 +16,9 @@ import numpy as np
 from lazymods._errors import CheckpointError, LazyError, Problem, SaveError, describe
 from lazymods._spread import on_host
 from lazymods.state.files import orbax, replacing
+from lazymods.state.files.json_text import texts_as_array
 from lazymods.state.files.paths import check_orbax_path
-from lazymods.state.files.stored import MAX_NAME_BYTES, NOTES, printable, texts_as_array
+from lazymods.state.files.stored import MAX_NAME_BYTES, NOTES, printable
 
 
 class PendingSave:

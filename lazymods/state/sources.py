@@ -24,7 +24,7 @@ from lazymods._refusals import ArgumentError, wrong_argument
 from lazymods.state.files.opening import read_checkpoint
 from lazymods.state.files.stored import IN_MEMORY, Checkpoint, StoredTensor, dtype_named
 from lazymods.state.opened import OpenCheckpoint
-from lazymods.state.values import as_array, is_deleted
+from lazymods.state.values import as_array, is_deleted, unwrapped
 
 T = TypeVar("T")
 
@@ -100,8 +100,7 @@ def _flattened(prefix: str, mapping: Mapping[Any, Any], above: tuple[int, ...]) 
 
 def _stored(name: str, value: Any, path: Path) -> Any:
     """Return an array of the memory as if it were in a file; what is no array at all stays as it is."""
-    if isinstance(value, nnx.Variable):
-        value = value.get_raw_value()
+    value = unwrapped(value)
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         return value
     if isinstance(value, Tracer):

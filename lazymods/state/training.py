@@ -13,11 +13,12 @@ from lazymods import _compat, _graph
 from lazymods._errors import Problem, UninitializedError
 from lazymods._graph import OTHER, dotted, kind_of
 from lazymods._initial.keys import is_key
+from lazymods._layer import stacks
 from lazymods._layer.blocks import raw_of
 from lazymods._model.optimizer import LazyOptimizer, model_of
 from lazymods._snapshot import Snapshot
 from lazymods.state import load
-from lazymods.state.entries import is_buffer, named_places, prefix_of
+from lazymods.state.entries import memory_of, named_places, prefix_of
 
 
 def load_entries(
@@ -41,8 +42,9 @@ def load_entries(
     lazy = lazy_optimizers(state)
     if not lazy:
         return load.load_entries(state, entries, strict=strict, mismatched=mismatched, dtype=dtype, origin=origin)
-    snapshot = Snapshot(state)
-    snapshot.keep(p.value for p in named_places(state).values() if is_buffer(p.value))
+    with stacks.together():  # as they are, and not their blocks, which the first of two loads brings into them
+        snapshot = Snapshot(state)
+        snapshot.keep(memory_of(named_places(state).values()))
     try:
         rest = {name: value for name, value in entries.items() if not name.startswith(tuple(lazy))}
         quiet = origin and origin._replace(warn=None)

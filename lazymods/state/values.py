@@ -19,6 +19,17 @@ from lazymods._layer.placeholder import strongly_typed
 from lazymods.state.files.stored import Unread
 
 
+def raw_of(variable: nnx.Variable[Any]) -> Any:
+    """Return a Variable's value, read out of its reference if it has one."""
+    raw = variable.get_raw_value()
+    return variable.get_value() if variable.get_metadata("ref", False) else raw
+
+
+def unwrapped(value: Any) -> Any:
+    """Return what a Variable holds; anything else as it is."""
+    return raw_of(value) if isinstance(value, nnx.Variable) else value
+
+
 def as_array(value: Any) -> Any:
     """Return an array (or number) as JAX or numpy takes it, a tensor of PyTorch too, or None if it is neither.
 
@@ -26,8 +37,7 @@ def as_array(value: Any) -> Any:
     """
     if type(value) is np.ndarray and value.dtype.kind in "biufc":
         return value
-    if isinstance(value, nnx.Variable):
-        value = value.get_raw_value()
+    value = unwrapped(value)
     if isinstance(value, np.ma.MaskedArray):  # without its mask it is another array
         return None
     if isinstance(value, (jax.Array, np.ndarray)):
@@ -221,6 +231,6 @@ def same_numbers(a: Any, b: Any) -> bool:
 
 def _known(value: Any) -> Any:
     """Return an entry as an array, a random key as its data; None if it has no numbers, or they are not known."""
-    value = value.get_raw_value() if isinstance(value, nnx.Variable) else value
+    value = unwrapped(value)
     array = jax.random.key_data(value) if is_key(value) and not is_deleted(value) else as_array(value)
     return None if isinstance(array, Tracer) or is_deleted(array) else array

@@ -28,12 +28,13 @@ from lazymods._spread import on_host
 from lazymods.state import plain
 from lazymods.state.entries import check_is_model, is_training_state, named_places
 from lazymods.state.files import safetensors
+from lazymods.state.files.json_text import texts_as_array
 from lazymods.state.files.paths import check_path
 from lazymods.state.files.replacing import cannot_write, check_file_target, replacing
-from lazymods.state.files.stored import ALIASES, DTYPES, MAX_NAME_BYTES, NOTES, WEAK, Array, printable, texts_as_array
+from lazymods.state.files.stored import ALIASES, DTYPES, MAX_NAME_BYTES, NOTES, WEAK, Array, printable
 from lazymods.state.orbax_saving import PendingSave, begin_orbax, check_target, orbax_problem
 from lazymods.state.state_dict import state_dict
-from lazymods.state.values import is_deleted, is_weak
+from lazymods.state.values import is_deleted, is_weak, unwrapped
 
 Values = Mapping[str, Any]  # arrays of numpy and of JAX, each of which is brought to the host when it is written
 Notes = dict[str, dict[str, str]]  # ALIASES and WEAK, those that there are
@@ -193,7 +194,7 @@ def _collect(
         if name in aliases and isinstance(value, (jax.Array, np.ndarray)) and _is_text(name) and name not in NOTES:
             continue
         aliases.pop(name, None)
-        held = plain.stored(name, value.get_raw_value() if isinstance(value, nnx.Variable) else value)
+        held = plain.stored(name, unwrapped(value))
         needed = "an array, a random key, a number or a text: a file holds nothing else"
         line = "state[name] = jnp.asarray(state[name])"
         if not _is_text(name):

@@ -402,6 +402,7 @@ def outcome_of(path: Path) -> str:
     """Open a checkpoint and read all of it: "read" or "refused"; everything else that happens is raised."""
     try:
         checkpoint = open_checkpoint(path)
+        checkpoint.check_unpacked(checkpoint.tensors.values())
         for name, tensor in checkpoint.tensors.items():
             if isinstance(tensor, StoredTensor):
                 value = tensor.read()

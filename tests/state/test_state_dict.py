@@ -212,3 +212,30 @@ def test_random_state_of_a_lazy_model() -> None:
     assert list(a) == list(b)
     for name in list(a)[2:]:
         assert raw(a[name]).tobytes() == raw(b[name]).tobytes()
+
+
+@pytest.mark.parametrize("kind", ["ref", "hijax"])
+@pytest.mark.parametrize("state", [False, True], ids=["module", "state"])
+def test_a_load_that_fails_late_leaves_what_is_written_in_place(kind: str, state: bool) -> None:
+    model = nnx.Dict(w=nnx.Param(jnp.arange(2.0), **{kind: True}), plain=nnx.Param(jnp.arange(2.0)))
+    target, prefix = ({"model": model}, "model.") if state else (model, "")
+    entries = {f"{prefix}{name}": np.ones(2) for name in ("w", "plain")}
+
+    def fail(module: nnx.Module, result: lm.LoadResult) -> None:
+        raise RuntimeError("late")
+
+    hook = lm.register_load_state_dict_post_hook(model, fail)
+    with pytest.raises(RuntimeError, match="late"):
+        lm.load_state_dict(target, entries)
+    assert model.w[...].tolist() == model.plain[...].tolist() == [0, 1]
+    hook.remove()
+    lm.load_state_dict(target, entries)
+    assert model.w[...].tolist() == model.plain[...].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["ref", "hijax"])
+def test_a_variable_of_a_reference_is_an_entry(kind: str) -> None:
+    source = nnx.Dict(w=nnx.Param(jnp.arange(2.0), **{kind: True}))
+    model = nnx.Dict(w=nnx.Param(jnp.zeros(2)))
+    lm.load(model, nnx.state(source))
+    assert model.w[...].tolist() == [0, 1]

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import lazymods as lm
+from lazymods._graph import dotted
 
 
 class Noise(nnx.Module):
@@ -148,3 +149,20 @@ def test_a_layer_without_a_key_gets_its_own() -> None:
         lm.load_state_dict(LazyNoise(rngs=nnx.Rngs(1)), entries)
     model(jnp.ones((2, 4)))
     assert_equal(model, want)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_variables_of_keys_are_entries_as_their_keys_are(lazy: bool, impl: str) -> None:
+    """``nnx.state`` of another model is a mapping of Variables."""
+
+    def make(seed: int, lazy: bool = False) -> Any:
+        given = {"seed": seed, "impl": impl, "rngs": nnx.Rngs(seed)}
+        return LazyNoise(**given) if lazy else Noise(3, **given)
+
+    model = make(9, lazy)
+    lm.load(model, nnx.state(make(5)))
+    assert_equal(model, make(5))
+    model = make(9, lazy)
+    lm.load_state_dict(model, {dotted(path): variable for path, variable in nnx.to_flat_state(nnx.state(make(6)))})
+    assert_equal(model, make(6))

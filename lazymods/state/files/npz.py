@@ -23,6 +23,7 @@ import numpy as np
 from lazymods._initial.stacking import Shape
 from lazymods._memory import ALIGNMENT
 from lazymods.state.files.archive import Entry, check_sum, check_sums, read_directory, read_entry
+from lazymods.state.files.json_text import read_texts
 from lazymods.state.files.stored import (
     ALIASES,
     DTYPES,
@@ -36,7 +37,6 @@ from lazymods.state.files.stored import (
     map_file,
     possible,
     printable,
-    read_texts,
     refuse,
     small_dtype_named,
     view,
@@ -87,7 +87,8 @@ def open_npz(path: Path) -> Checkpoint:
     """
     data = map_file(path)
     entries = {name: entry for name, entry in read_directory(path, data).items() if not name.endswith("/")}
-    check_unpacked(path, sum(e.size for e in entries.values() if e.compressed), len(data))
+    notes = [entries[name] for key in (DTYPES, ALIASES, WEAK) if (name := f"{key}{_SUFFIX}") in entries]
+    check_unpacked(path, sum(e.size for e in notes), len(data))
     headers = {_tensor_name(path, name): (_read_header(path, data, e), e) for name, e in entries.items()}
     texts = {key: _read_texts(path, data, key, *headers.pop(key)) for key in (DTYPES, ALIASES, WEAK) if key in headers}
     dtypes = texts.get(DTYPES, {})
@@ -102,11 +103,12 @@ def open_npz(path: Path) -> Checkpoint:
         if kept not in tensors or alias in tensors:
             raise refuse(path, f"another name for {printable(kept)}", "another name for one tensor", tensor=alias)
     weak = texts.get(WEAK, {}).keys()
+    packed_in = len(data) if any(e.compressed for e in entries.values()) else None
 
     def check() -> None:  # reads the directory anew: kept, it would be half of what an opened file takes
         check_sums(path, data, read_directory(path, data).values())
 
-    return Checkpoint(path, "npz", tensors, aliases, weak, check_sums=check)
+    return Checkpoint(path, "npz", tensors, aliases, weak, check_sums=check, packed_in=packed_in)
 
 
 def _tensor_name(path: Path, name: str) -> str:

@@ -48,6 +48,7 @@ def read_checkpoint(
 @contextlib.contextmanager
 def held(path: str | os.PathLike[str]) -> Iterator[Callable[[], bool]]:
     """Give a function that says whether a folder is still the one of now; while it is held open, no other is alike."""
+    path = Path(os.fsdecode(path)).absolute()  # the program may change its directory
     if os.name != "posix" or not os.path.isdir(path):
         yield lambda: True
         return

@@ -23,6 +23,7 @@ import numpy as np
 from lazymods._errors import CheckpointError, one_line
 from lazymods._memory import empty
 from lazymods.state.files import orbax_folder
+from lazymods.state.files.json_text import read_json, read_texts
 from lazymods.state.files.paths import check_orbax_path
 from lazymods.state.files.stored import (
     ALIASES,
@@ -36,8 +37,6 @@ from lazymods.state.files.stored import (
     possible,
     printable,
     read_description,
-    read_json,
-    read_texts,
     refuse,
 )
 
@@ -55,15 +54,11 @@ def is_orbax(path: Path) -> bool:
     return any((path / mark).is_file() for mark in (_TREE, _STEP, _STORE))
 
 
-def open_orbax(path: Path, *, is_read: bool = True) -> Checkpoint:
+def open_orbax(path: Path) -> Checkpoint:
     """Open a folder that holds one tree, or a step of a CheckpointManager that holds one item.
 
     Names are dotted paths in the tree. The ``.value`` that a saved ``nnx.State`` has below each Variable is dropped.
     Python's numbers are arrays without axes.
-
-    Args:
-        path: The folder.
-        is_read: Whether its arrays are read, so that what they unpack to is limited.
 
     Raises:
         CheckpointError: If metadata or values are missing or damaged, or something in the tree is no array.
@@ -76,10 +71,10 @@ def open_orbax(path: Path, *, is_read: bool = True) -> Checkpoint:
     stores = _open_arrays(path, folder, tree)
     # a part of an array is read by whole chunks, which may be larger than the array
     needed = {".".join(keys): max(tensor.nbytes, chunk) for keys, (tensor, chunk) in stores.items()}
-    limited = [size for name, size in needed.items() if is_read or name in (ALIASES, WEAK)]
-    check_unpacked(path, sum(limited), sum(files.values()))
-    orbax_folder.check_sizes(path, files, needed)
     tensors = {".".join(keys): tensor for keys, (tensor, _) in stores.items()}
+    beyond = [size for name, size in needed.items() if name in (ALIASES, WEAK) or size > tensors[name].nbytes]
+    check_unpacked(path, sum(beyond), sum(files.values()))
+    orbax_folder.check_sizes(path, files, needed)
     notes = {key: _read_note(path, key, tensors[key]) for key in (ALIASES, WEAK) if key in tensors}
     aliases = notes.get(ALIASES, {})
     dropped = _state_levels([keys for keys in stores if keys not in ((ALIASES,), (WEAK,))])
@@ -96,7 +91,9 @@ def open_orbax(path: Path, *, is_read: bool = True) -> Checkpoint:
             raise refuse(path, f"another name for {printable(kept)}", "another name for one tensor", tensor=alias)
     if not renamed:
         raise refuse(path, "an Orbax folder without an array in it", "a tree of arrays")
-    return Checkpoint(path, "Orbax", renamed, aliases, notes.get(WEAK, {}).keys())
+    return Checkpoint(
+        path, "Orbax", renamed, aliases, notes.get(WEAK, {}).keys(), packed_in=sum(files.values())
+    )
 
 
 def refuse_to_replace(path: Path) -> str | None:
@@ -110,7 +107,7 @@ def refuse_to_replace(path: Path) -> str | None:
     if not is_orbax(path):
         return "a folder that is no Orbax checkpoint"
     try:
-        open_orbax(path, is_read=False)  # also one that a load takes for a bomb: zeros are packed well
+        open_orbax(path)
         folder = _item_folder(path)
         arrays = {".".join(keys) for keys in _read_tree(path, folder / _TREE).leaves}
     except CheckpointError as error:

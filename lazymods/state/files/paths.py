@@ -15,7 +15,7 @@ _OTHER = "path = 'model.safetensors'  # another path"
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Refuse a URL, which would be a folder called ``gs:`` beside the program, and what no file is called.
+    """Refuse a URL or ``~``, which would be a folder of that name beside the program, and what no file is called.
 
     Raises:
         ArgumentError: If it is no path at all.
@@ -30,6 +30,11 @@ def check_path(path: str | os.PathLike[str]) -> None:
         needed = "a path of this machine: a checkpoint of another place has to be copied, or mounted"
         line = "lm.load(model, 'model.safetensors')  # a copy on this machine (gsutil, aws s3, ...)"
         raise CheckpointError(Problem(shown, "a URL", needed, line))
+    at_home = os.path.expanduser(text)
+    if at_home != text and not os.path.lexists(text.partition(os.sep)[0]):  # else it is a folder of that name
+        needed = "the path of the home directory: only a shell takes ~ for it, and here it would be a folder called so"
+        line = f"path = {printable(at_home, 5000)!r}"
+        raise CheckpointError(Problem(shown, "a path that begins with ~", needed, line))
     if not text:  # a Path makes the working directory of it
         raise CheckpointError(Problem(repr(text), "an empty path", "the name of a file or folder", _OTHER))
     if "\0" in text:

@@ -16,6 +16,7 @@ import numpy as np
 
 from lazymods._errors import CheckpointError
 from lazymods._initial.stacking import Shape
+from lazymods.state.files.json_text import read_json, read_texts
 from lazymods.state.files.stored import (
     WEAK,
     Array,
@@ -26,8 +27,6 @@ from lazymods.state.files.stored import (
     map_file,
     possible,
     printable,
-    read_json,
-    read_texts,
     refuse,
     will_need,
 )

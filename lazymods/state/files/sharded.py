@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lazymods._errors import CheckpointError, Problem
+from lazymods.state.files.json_text import read_json
 from lazymods.state.files.safetensors import open_safetensors
-from lazymods.state.files.stored import Checkpoint, known_as, printable, read_description, read_json, refuse
+from lazymods.state.files.stored import Checkpoint, known_as, printable, read_description, refuse
 from lazymods.state.files.torch_file import open_torch
 
 INDEX_SUFFIX = ".index.json"

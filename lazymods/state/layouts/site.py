@@ -12,12 +12,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from lazymods import _graph
 from lazymods._errors import Problem, located
 from lazymods._graph import Path, dotted
-from lazymods.state.entries import raw_of
+from lazymods.state.values import unwrapped
 
 Array = np.ndarray[Any, Any]
 Sizes = tuple[int, ...]
@@ -101,7 +100,7 @@ class Site:
         found = self.at(entry)
         if _graph.is_placeholder(found):
             return self._of_layer(found.get_raw_value().shape)
-        raw = raw_of(found) if isinstance(found, nnx.Variable) else found
+        raw = unwrapped(found)
         return self._of_layer(raw.shape) if isinstance(raw, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)) else None
 
     def _of_layer(self, shape: tuple[int | None, ...] | None) -> tuple[int | None, ...] | None:
@@ -125,4 +124,4 @@ class Site:
 
 def value_of(found: Any) -> Array:
     """Return the values of a Variable or raw array."""
-    return np.asarray(raw_of(found) if isinstance(found, nnx.Variable) else found)
+    return np.asarray(unwrapped(found))

@@ -15,7 +15,7 @@ from helpers import assert_same_bits, lazy_mlp, plain_mlp
 from safetensors.numpy import load_file
 
 import lazymods as lm
-from lazymods.state.files import safetensors, stored
+from lazymods.state.files import json_text, safetensors
 
 
 def header(path: Path) -> tuple[dict[str, Any], int]:
@@ -116,7 +116,7 @@ def test_what_the_format_cannot_hold_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
 def test_names_of_many_signs_come_back(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load refuses JSON of more parts than it has room for names; what stands in a name is no part."""
-    monkeypatch.setattr(stored, "MIN_JSON_PARTS", 10)
+    monkeypatch.setattr(json_text, "MIN_JSON_PARTS", 10)
 
     def make(k: int) -> dict[str, Any]:
         held = {f"{i}" + ":[{,ä" * 20: nnx.Param(jnp.full(2, i * k)) for i in range(20)}

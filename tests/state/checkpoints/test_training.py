@@ -202,6 +202,24 @@ def test_a_failed_load_leaves_all_of_the_state_as_it_was(tmp_path: Path) -> None
     assert (resumed["step"], resumed["best"]) == (1, 0.5)
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_load_that_fails_at_the_optimizer_leaves_stacks_as_they_were(tmp_path: Path, lazy: bool) -> None:
+    def blocks(seed: int, lazy: bool = False) -> nnx.Sequential:
+        def block(rngs: nnx.Rngs) -> Any:
+            return lm.LazyLinear(3, rngs=rngs) if lazy else nnx.Linear(3, 3, rngs=rngs)
+
+        return nnx.Sequential(lm.Stack(block, 2, rngs=nnx.Rngs(seed)))
+
+    lm.save({"a": blocks(1), "b": blocks(2), "optimizer": {"odd": jnp.ones(3)}}, tmp_path / "s.npz")
+    optimizer = lm.LazyOptimizer(lm.LazyLinear(2, rngs=nnx.Rngs(0)), TX, wrt=nnx.Param)
+    state = {"a": blocks(3, lazy), "b": blocks(4, lazy), "optimizer": optimizer}
+    with pytest.raises(lm.UninitializedError, match="beside 2 modules"):
+        lm.load(state, tmp_path / "s.npz")
+    if lazy:
+        lm.materialize(state["a"], X)  # as it would have been
+    assert_same_bits(lm.state_dict(state)["a.layers.0.1.kernel"], lm.state_dict(blocks(3))["layers.0.1.kernel"])
+
+
 @pytest.mark.slow
 def test_an_optimizer_without_a_state_beside_two_models(tmp_path: Path) -> None:
     model, other = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.Linear(2, 5, rngs=nnx.Rngs(0))

@@ -18,6 +18,7 @@ from lazymods.state.files.stored import StoredTensor
 def values(path: Path) -> dict[str, Any]:
     """Open a checkpoint and read it all; check what every format promises."""
     checkpoint = open_checkpoint(path)
+    checkpoint.check_unpacked(checkpoint.tensors.values())
     out = {}
     for name, tensor in checkpoint.tensors.items():
         if isinstance(tensor, StoredTensor):

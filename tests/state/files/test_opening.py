@@ -11,7 +11,10 @@ import pytest
 from checkpoint_files import assert_same, refusal, values, zipped
 from safetensors.numpy import save_file
 
+import lazymods as lm
+from lazymods.state.files import folders
 from lazymods.state.files.opening import open_checkpoint
+from lazymods.state.files.stored import Checkpoint
 
 GOOD = {"x": np.arange(3.0)}
 
@@ -105,3 +108,53 @@ def test_a_refusal_is_in_one_line_however_long_what_it_shows(tmp_path: Path) -> 
     message = refusal(path)
     assert len(message) < 1000
     assert len(message.splitlines()) == 4
+
+
+@pytest.mark.parametrize("name", ["folder", "folder/m.safetensors"])
+def test_an_opened_checkpoint_stays_when_the_program_changes_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("folder")
+    save_file(GOOD, "folder/m.safetensors")
+    with lm.open(name) as opened:
+        monkeypatch.chdir("/")
+        assert opened["x"].tolist() == [0, 1, 2]
+        state = {"x": np.zeros(3)}
+        lm.load(state, opened)
+        assert state["x"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", ["~/m", "~/m.npz", "~"])
+def test_a_path_of_a_shell_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for use in (lambda: lm.save(GOOD, name), lambda: lm.load(dict(GOOD), name)):
+        with pytest.raises(lm.CheckpointError, match="begins with ~") as caught:
+            use()
+        assert caught.value.problems[0].write == f"path = {name.replace('~', '/home/somebody')!r}"
+    assert os.listdir(tmp_path) == []
+    os.mkdir("~")  # whoever has made it means it
+    lm.save(GOOD, "~/m.npz")
+    assert os.listdir("~") == ["m.npz"]
+
+
+def test_a_folder_that_a_save_replaces_is_opened_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("old", 1.0), ("new", 2.0)):
+        os.mkdir(tmp_path / name)
+        save_file({"x": np.full(3, value)}, tmp_path / name / "m.safetensors")
+    open_safetensors = folders.open_safetensors
+
+    def replaced_first(path: Path) -> Checkpoint:
+        if os.path.exists(tmp_path / "new"):
+            os.rename(tmp_path / "old", tmp_path / "older")
+            os.rename(tmp_path / "new", tmp_path / "old")
+            shutil.rmtree(tmp_path / "older")
+            raise FileNotFoundError(path)  # as of the parts of a folder that is being removed
+        return open_safetensors(path)
+
+    monkeypatch.setattr(folders, "open_safetensors", replaced_first)
+    with lm.open(tmp_path / "old") as opened:
+        assert opened["x"].tolist() == [2, 2, 2]
