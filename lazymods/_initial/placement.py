@@ -98,4 +98,4 @@ def told_to_xla(variable: Any, value: Any) -> Any:
     if home is _compat.eval_trace() or jax.sharding.get_abstract_mesh().manual_axes:
         return value
     with _compat.at_trace(home):
-        return jax.lax.with_sharding_constraint(value, sharding)
+        return shards.told(value, sharding)

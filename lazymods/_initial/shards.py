@@ -8,7 +8,7 @@ and by what is left out of an axis whenever the part's end of that axis is passe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -78,7 +78,7 @@ def of_each(sharding: Any, sizes: Sequence[int]) -> list[Any]:
     if sharding is None:
         return [None] * count
     spec = (*sharding.spec, *[None] * (len(sizes) - len(sharding.spec)))
-    split = [part if isinstance(part, tuple) else () if part is None else (part,) for part in spec[: len(sizes)]]
+    split = list(map(_names, spec[: len(sizes)]))
     return [_of_one(sharding, spec[len(sizes) :], split, sizes, np.unravel_index(i, sizes)) for i in range(count)]
 
 
@@ -139,6 +139,40 @@ def _put_keys(keys: jax.Array, sharding: Any) -> jax.Array:
     indices = sharding.addressable_devices_indices_map(keys.shape)
     parts = [jax.random.wrap_key_data(jax.device_put(data[index], d), impl=impl) for d, index in indices.items()]
     return jax.make_array_from_single_device_arrays(keys.shape, sharding, parts)
+
+
+def told(value: Any, sharding: Any) -> Any:
+    """Say in a program where a value goes on a mesh: along explicit axes by its type, along others by a constraint."""
+    mesh = sharding.mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = {name for name, kind in kinds.items() if kind is jax.sharding.AxisType.Explicit}
+    if explicit:
+        value = jax.sharding.reshard(value, _along(sharding, explicit))
+    others = kinds.keys() - explicit
+    return jax.lax.with_sharding_constraint(value, _along(sharding, others)) if others else value
+
+
+def type_of(value: Any) -> Any:
+    """Return the sharding that a traced value has in its type; None where no axis of a mesh is explicit."""
+    sharding = getattr(jax.typeof(value), "sharding", None) if _compat.is_tracer(value) else None
+    is_explicit = sharding is not None and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    return sharding if is_explicit else None
+
+
+def of_type(value: Any, kind: Any) -> Any:
+    """Bring a value in a program to a sharding that :func:`type_of` has returned; None: it stays."""
+    return value if kind is None else jax.sharding.reshard(value, kind)
+
+
+def _along(sharding: Any, axes: Collection[str]) -> Any:
+    """Return a sharding over some of the axes of its mesh."""
+    spec = [tuple([name for name in _names(part) if name in axes]) for part in sharding.spec]
+    spec = jax.sharding.PartitionSpec(*spec)
+    return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+
+
+def _names(part: Any) -> tuple[Any, ...]:
+    return part if isinstance(part, tuple) else () if part is None else (part,)
 
 
 def is_at(value: jax.Array, sharding: Any) -> bool:

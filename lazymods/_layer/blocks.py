@@ -18,7 +18,7 @@ from flax import nnx
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem
 from lazymods._graph import ARRAY, HOOKS, NODE, OTHER, STATE, VARIABLE, Path, dotted, kind_of
-from lazymods._initial import draws
+from lazymods._initial import draws, shards
 from lazymods._initial.pending import PendingInit, leaves_of
 from lazymods._initial.stacking import Stacking
 from lazymods._layer import stacked_values
@@ -355,7 +355,8 @@ def value_outside(owner: Any) -> Any:
 def places_of(whole: Any) -> dict[str, Any]:
     """Return where the values of all blocks are, by their names in a block; of those that are bound to a place."""
     found = {e.name: value_outside(e.value) for e in _graph.entries(whole)}
-    return {name: place for name, raw in found.items() if (place := stacked_values.place_of(raw)) is not None}
+    places = {name: stacked_values.place_of(raw) or shards.type_of(raw) for name, raw in found.items()}
+    return {name: place for name, place in places.items() if place is not None}
 
 
 def _values_of(owner: Any, n: int, abstract: bool) -> list[Any]:

@@ -27,6 +27,9 @@ def stack(values: Sequence[Any], place: Any = None) -> Any:
         values: The arrays.
         place: Where the result goes, a sharding; None: where they are.
     """
+    if isinstance(getattr(place, "mesh", None), jax.sharding.AbstractMesh):  # of a type, in a program
+        whole = stack(values)
+        return shards.of_type(whole, place) if isinstance(whole, jax.Array) and not is_key(whole) else whole
     level = _compat.eval_trace() if _compat.are_concrete(values) else _compat.current_trace()
     with _compat.at_trace(level):
         return _stacked(values, place)
@@ -34,8 +37,11 @@ def stack(values: Sequence[Any], place: Any = None) -> Any:
 
 def _stacked(values: Sequence[Any], place: Any) -> Any:
     first = values[0]
-    if not isinstance(first, jax.Array) or not _compat.are_concrete(values) or is_key(first):
+    if not isinstance(first, jax.Array) or is_key(first):
         place = None
+    elif not _compat.are_concrete(values):
+        whole = jnp.stack(values)
+        return shards.told(whole, place) if isinstance(place, jax.sharding.NamedSharding) else whole
     elif place is None:
         place = _common_place(values)
     if isinstance(place, jax.sharding.NamedSharding):

@@ -6,6 +6,7 @@ The places follow from names, shapes and dtypes, as a report has them, so they a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -214,10 +215,7 @@ def with_optimizer(report: ShapeReport, model: Any, optimizer: Any) -> ShapeRepo
     abstract: Any = nnx.from_flat_state({path: _of_shape(v, p) for path, v, p in chosen if path in trained})
     kept = dict.fromkeys((p.first_name for p in trained.values()), 0)
     apart = np.dtype(np.uint32).itemsize  # nnx.Optimizer counts its steps
-    for path, held in leaves_of_state(jax.eval_shape(tx.init, abstract)):
-        leaf = held.get_raw_value() if isinstance(held, nnx.Variable) else held
-        if not hasattr(leaf, "shape"):  # optax puts a node of its own where it keeps nothing
-            continue
+    for path, leaf in leaves_of_state(jax.eval_shape(tx.init, abstract)):
         parameter = parameter_of(path, leaf, trained)
         if parameter is None:
             apart += bytes_on_device(leaf.shape, leaf.dtype, None)
@@ -240,8 +238,12 @@ def _of_shape(variable: nnx.Variable[Any], parameter: ParameterShape) -> nnx.Var
 
 
 def leaves_of_state(state: Any) -> list[tuple[Path, Any]]:
-    """Return the arrays of an optimizer's state by path, or the Variables that hold them."""
-    return [(e.path[1:], e.value) for e in _graph.entries([state])]
+    """Return the arrays of an optimizer's state by path; those in one Variable, of which there may be several, by its.
+
+    Optax puts a node of its own, without an array, where it keeps nothing.
+    """
+    held = [(e.path[1:], _held_by(e.value)) for e in _graph.entries([state])]
+    return [(path, leaf) for path, raw in held for leaf in jax.tree.leaves(raw) if hasattr(leaf, "shape")]
 
 
 def parameter_of(path: Path, leaf: Any, parameters: Mapping[Path, Any]) -> Any:
@@ -268,15 +270,18 @@ def place_state(optimizer: nnx.Optimizer[Any], model: Any) -> None:
         return
     [mesh] = meshes
     everywhere = NamedSharding(mesh, PartitionSpec())
-    for path, leaf in [((), optimizer.step), *leaves_of_state(optimizer.opt_state)]:
-        if not isinstance(leaf, nnx.Variable):
-            continue
-        raw = leaf.get_raw_value()
-        parameter = parameter_of(path, raw, parameters) if isinstance(raw, jax.Array) else None
-        own = None if parameter is None or parameter.shape != raw.shape else _sharding_of(parameter)
-        moved = shards.put(raw, everywhere if own is None else own)
-        if moved is not raw:
-            leaf.set_raw_value(moved)
+
+    def moved(path: Path, leaf: Any) -> Any:
+        parameter = parameter_of(path, leaf, parameters) if isinstance(leaf, jax.Array) else None
+        own = None if parameter is None or parameter.shape != leaf.shape else _sharding_of(parameter)
+        return shards.put(leaf, everywhere if own is None else own)
+
+    for path, _, _, variable in [((), None, None, optimizer.step), *_graph.entries([optimizer.opt_state])]:
+        if isinstance(variable, nnx.Variable):
+            raw = variable.get_raw_value()
+            new = jax.tree.map(functools.partial(moved, path[1:]), raw)
+            if any(a is not b for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(raw), strict=True)):
+                variable.set_raw_value(new)
 
 
 def _sharding_of(array: Any) -> NamedSharding | None:

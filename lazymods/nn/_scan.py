@@ -48,7 +48,7 @@ class BlockCall:
         owners = _owners(self._roots)
         self._stacked = [o for o in owners if id(o) not in shared_ids]
         self._shared = [o for o in owners if id(o) in shared_ids and kind_of(o) is VARIABLE]
-        self._fixed = shared_ids
+        self._common = {id(node) for v in (*shared, *given) for _, node in _graph.nodes(v)}
         self._copies: dict[int, Any] = {}
         self._after: list[Any] = []
         self._changed: set[int] = set()
@@ -139,6 +139,7 @@ class BlockCall:
         """Return the values of stacked Variables that a call has changed, and of what is new, by name."""
         origins = {id(c): o for o, c in ((o, self._copies.get(id(o))) for o in self._stacked) if c is not None}
         known = set(map(id, self._copies.values()))
+        common = {id(e.value) for i in self._common if i in self._copies for e in _graph.entries(self._copies[i])}
         found: dict[str, Any] = {}
         for number, root in enumerate(self._after):
             for entry in _graph.entries(root):
@@ -148,7 +149,7 @@ class BlockCall:
                     if kind_of(value) is VARIABLE and not _is_same(raw_of(value), given[id(origin)]):
                         found[f"{number}.{entry.name}"] = raw_of(value)
                 elif id(value) not in known:
-                    if number:
+                    if id(value) in common:
                         raise _not_carried(entry.name, "a new Variable or array in what the blocks share")
                     found[f"{number}.{entry.name}"] = raw_of(value)
         return found
@@ -165,6 +166,7 @@ class BlockCall:
 
     def _write(self, carried: list[Any], found: dict[str, Any]) -> None:
         """Write to the stack what has become of the block."""
+        self._check_numbers()
         for i in sorted(self._changed):
             self._shared[i].set_raw_value(carried[i])
         originals = {id(c): o for o, c in self._pairs()}
@@ -183,6 +185,14 @@ class BlockCall:
             if isinstance(owner, nnx.Variable):
                 owner.set_raw_value(_where_it_was(owner.get_raw_value(), value))
         self._write_objects(originals, values)
+
+    def _check_numbers(self) -> None:
+        """Refuse a number in what the blocks share that a call has changed: a second block may change it once more."""
+        for node, copy in self._pairs() if self._n > 1 else ():
+            if kind_of(node) is NODE and id(node) in self._common:
+                held, now = _graph.attributes(node), _graph.attributes(copy)
+                for name in [n for n, value in now.items() if _counts(held.get(n), value)]:
+                    raise _not_carried(name, "a number in what the blocks share, which a call changes")
 
     def _pairs(self) -> list[tuple[Any, Any]]:
         """Return objects and Variables of the stack with their copies in the last call."""
@@ -244,6 +254,12 @@ def _owners(roots: list[Any]) -> list[Any]:
     """Return each Variable and array of some objects once."""
     found = {id(r): r for r in roots if kind_of(r) is VARIABLE}
     return list((found | {id(e.value): e.value for e in _graph.entries(roots)}).values())
+
+
+def _counts(before: Any, after: Any) -> bool:
+    """Whether an attribute is a number, no mere yes or no, that has changed."""
+    is_number = isinstance(after, (int, float, complex)) and not isinstance(after, bool)
+    return is_number and (type(before) is not type(after) or before != after)
 
 
 def _is_same(a: Any, b: Any) -> bool:

@@ -22,8 +22,7 @@ from lazymods._errors import (
     located,
 )
 from lazymods._graph import LOCAL, MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
-from lazymods._initial import placement
-from lazymods._initial.shards import put as put_on_mesh
+from lazymods._initial import placement, shards
 from lazymods._layer import blocks, contexts, held, lifecycle, param_dtypes, stacks, structure
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
@@ -336,7 +335,7 @@ def _write_values(plan: LoadPlan, origin: Origin) -> None:
     """Make all values, then write them: into arrays of numpy in place, else in place of what is there."""
     writes = [w for w in plan.writes.values() if w.place.name not in origin.written]
     placed = _placed(plan, origin)
-    goals = _goals(plan) | placed
+    goals = _together_first(plan, _goals(plan) | placed)
     batch = [w for w in writes if _is_transferred(w)]
     spread = [w for w in batch if goes_to_several(goals[w.place.name])]
     whole = [w for w in batch if not goes_to_several(goals[w.place.name])]
@@ -350,7 +349,10 @@ def _write_values(plan: LoadPlan, origin: Origin) -> None:
     fills = []
     for planned in writes:
         write = planned._replace(value=copies.get(planned.place.name, planned.value))
-        value = _new_value(write, on_device.get(write.place.name), goals.get(write.place.name), origin)
+        goal = goals.get(write.place.name)
+        value = _new_value(write, on_device.get(write.place.name), goal, origin)
+        if goal is None:
+            value = shards.of_type(value, shards.type_of(write.current))
         if is_buffer(write.current):
             fills.append((write, value))
             value = write.current
@@ -409,6 +411,14 @@ def _placed(plan: LoadPlan, origin: Origin) -> dict[str, Any]:
     return origin.placing.shardings(plan.survey, [Target(w.place, w.value.shape, w.dtype) for w in writes])
 
 
+def _together_first(plan: LoadPlan, goals: dict[str, Any]) -> dict[str, Any]:
+    """Let what a stack has go nowhere in a program, which runs on all devices, before it is put together."""
+    if home_trace(plan.model) is _compat.eval_trace():
+        return goals
+    layers = stacks.layers_of(plan.survey.nodes)
+    return {n: None if layers.of(n, plan.places[n].owner).sizes else goal for n, goal in goals.items()}
+
+
 def _spread(plan: LoadPlan, writes: Sequence[Write], goals: Mapping[str, Any], origin: Origin) -> dict[str, jax.Array]:
     """Make the arrays that go to several devices."""
     from lazymods.state.sharded_loading import Spread, load_spread  # most loads are for one device
@@ -450,10 +460,10 @@ def _new_value(write: Write, array: jax.Array | None, goal: Any, origin: Origin)
 
 def _at_goal(array: jax.Array, goal: Any) -> jax.Array:
     if isinstance(array, Tracer):  # made of arrays of JAX in a transform
-        return jax.lax.with_sharding_constraint(array, goal) if goes_to_several(goal) else array
+        return shards.told(array, goal) if goes_to_several(goal) else array
     if goal is None or array.sharding == goal:
         return array
-    return put_on_mesh(array, goal) if isinstance(goal, NamedSharding) else jax.device_put(array, goal)
+    return shards.put(array, goal) if isinstance(goal, NamedSharding) else jax.device_put(array, goal)
 
 
 def _is_weak_place(write: Write) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from on_mesh import P, arrays, assert_placed, assert_same_on_mesh, mesh_of
 
 import lazymods as lm
@@ -138,3 +139,36 @@ def test_a_load_of_a_stack_inside_a_transform(way: str, spec: Any) -> None:
     assert_placed(model["blocks"].blocks_as_one.fc.kernel.get_value(), mesh, spec)
     for name, value in lm.state_dict(model).items():
         np.testing.assert_array_equal(value, values[name])
+
+
+@pytest.mark.parametrize("how", [nnx.jit, lm.jit], ids=["nnx.jit", "lm.jit"])
+@pytest.mark.parametrize("blocks", [(0, 1, 2, 3), (1,), (0, 2)], ids=str)
+@pytest.mark.parametrize("kinds", ["aa", "ee"])
+@pytest.mark.parametrize("spec", [P("layers"), P(("layers", "model")), P(None, None, "model")], ids=str)
+def test_some_blocks_get_values_inside_a_transform(spec: Any, kinds: str, blocks: tuple[int, ...], how: Any) -> None:
+    types = tuple([AxisType.Auto if kind == "a" else AxisType.Explicit for kind in kinds])
+    mesh = jax.make_mesh((2, 2), ("layers", "model"), axis_types=types, devices=jax.devices()[:4])
+    want, model, x = stack(3), stack(0), jnp.ones((4, 8))
+    lm.materialize(want["blocks"], x)
+    lm.materialize(model["blocks"], x, mesh=mesh, rules=[("fc.kernel", spec)])
+    before = {name: np.asarray(value) for name, value in lm.state_dict(model).items()}
+    after = {name: np.asarray(value) for name, value in lm.state_dict(want).items()}
+    given = {f"blocks.{i}.fc.kernel": after[f"blocks.{i}.fc.kernel"] for i in blocks}
+    how(lambda m: lm.load_state_dict(m, given, strict=False) and None)(model)
+    assert_placed(model["blocks"].blocks_as_one.fc.kernel.get_value(), mesh, spec)
+    for name, value in lm.state_dict(model).items():
+        np.testing.assert_array_equal(value, (before | given)[name])
+
+
+@pytest.mark.parametrize("how", [nnx.jit, lm.jit], ids=["nnx.jit", "lm.jit"])
+@pytest.mark.parametrize("kinds", ["aa", "ee", "ae", "ea"])
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_a_parameter_gets_a_value_inside_a_transform(make: Any, kinds: str, how: Any) -> None:
+    types = tuple([AxisType.Auto if kind == "a" else AxisType.Explicit for kind in kinds])
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+    model, value = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), make(np.arange(32, dtype=np.float32).reshape(4, 8))
+    lm.materialize(model, jnp.ones((2, 4)), mesh=mesh, rules=[("kernel", P("data", "model")), ("bias", P("model"))])
+    how(lambda m: lm.load_state_dict(m, {"kernel": value}, strict=False) and None)(model)
+    for name, spec in {"kernel": P("data", "model"), "bias": P("model")}.items():
+        assert_placed(arrays(model)[name], mesh, spec)
+    np.testing.assert_array_equal(model.kernel[...], value)

@@ -33,6 +33,14 @@ TRANSFORMS = {
         2 * (KERNEL1 + KERNEL2),
         STEPS + 4,
     ),
+    "two": (
+        optax.multi_transform(
+            {"adam": optax.adam(1e-3), "sgd": optax.sgd(0.1, momentum=0.9)},
+            lambda p: jax.tree.map(lambda x: "adam" if x.ndim > 1 else "sgd", p),
+        ),
+        2 * (KERNEL1 + KERNEL2) + BIAS1 + BIAS2,
+        STEPS + 4,
+    ),
 }
 
 
@@ -188,6 +196,18 @@ def test_what_adafactor_keeps_in_other_shapes_is_on_each_device():
     found = arrays(optimizer)
     assert all(isinstance(a.sharding, NamedSharding) and a.sharding.mesh == mesh for a in found.values())
     assert plan.total_optimizer_bytes_per_device == sum(a.addressable_shards[0].data.nbytes for a in found.values())
+
+
+def test_what_sm3_keeps_for_each_axis_is_on_each_device():
+    mesh, net, tx = mesh_of(data=4, model=2), model(), optax.sm3(1e-2)
+    plan = lm.infer_shapes(net, X, mesh=mesh, rules=RULES, optimizer=tx)
+    lm.materialize(net, X, mesh=mesh, rules=RULES)
+    optimizer = lm.LazyOptimizer(net, tx, wrt=nnx.Param)
+    found = jax.tree.leaves(nnx.state(optimizer))
+    assert all(isinstance(a.sharding, NamedSharding) and a.sharding.mesh == mesh for a in found)
+    axes = 4 * (64 + 128 + 128 + 32)  # an accumulator for each axis of a kernel; that of a bias is as large as it
+    assert plan.total_optimizer_bytes_per_device == ALL + axes + BIAS1 + BIAS2 + STEPS
+    assert plan.total_optimizer_bytes_per_device == sum(a.addressable_shards[0].data.nbytes for a in found)
 
 
 def test_an_optimizer_of_a_model_on_one_device_stays_there():

@@ -178,3 +178,50 @@ def test_what_each_block_is_given_later(n: int) -> None:
     assert stack.blocks_as_one.kernel is kept[0]
     kept[0][...] = jnp.eye(WIDTH) * 3
     np.testing.assert_allclose(stack(Y), Y * 3.0**n, rtol=1e-6)
+
+
+class Table(nnx.Module):
+    """What is made at its first call, or counts its calls."""
+
+    made: Any
+
+    def __init__(self, way: str) -> None:
+        self.way, self.calls, self.was_called, self.made = way, 0, False, nnx.data(None)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.was_called = True
+        if self.way == "counts":
+            self.calls += 1
+        elif self.way != "notes" and self.made is None:
+            table = jnp.arange(1.0, WIDTH + 1)
+            self.made = nnx.Variable(table) if self.way == "Variable" else table
+        return x if self.made is None else x * jnp.sum(self.made[...])
+
+
+@pytest.mark.parametrize("compile", [lambda f: f, nnx.jit, lm.jit], ids=["plain", "nnx.jit", "lm.jit"])
+@pytest.mark.parametrize("way", ["Variable", "array", "counts", "notes"])
+@pytest.mark.parametrize("given", [False, True])
+def test_what_a_call_adds_to_what_blocks_share_is_refused(given: bool, way: str, compile: Any) -> None:
+    table = Table(way)
+
+    class Using(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.fc = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+            self.table: Any = None if given else table
+
+        def __call__(self, x: jax.Array, other: Any = None) -> jax.Array:
+            return self.fc((other or self.table)(x))
+
+    stack = lm.Stack(Using, 3, rngs=nnx.Rngs(0))
+    call = compile(lambda m, *args: m(*args))
+    if way == "notes":  # once or three times is all the same
+        call(stack, Y, *[table] * given)
+        assert table.was_called
+        return
+    word = "which a call changes" if way == "counts" else "a new Variable or array in what the blocks share"
+    before = lm.state_dict(stack)
+    with pytest.raises(lm.LazyError, match=word):
+        call(stack, Y, *[table] * given)
+    assert (table.calls, table.was_called, table.made) == (0, False, None)
+    for name, value in lm.state_dict(stack).items():
+        np.testing.assert_array_equal(value, before[name])
