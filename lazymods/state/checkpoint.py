@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
@@ -22,7 +23,7 @@ from lazymods._layer import lifecycle, stacks
 from lazymods._progress import telling
 from lazymods._refusals import refuse_no_float, wrong_argument
 from lazymods._shardings import Rules
-from lazymods.state import modes, options, tied_heads
+from lazymods.state import modes, ones, options, tied_heads
 from lazymods.state.beside import Beside
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, check_booleans, is_mapped, printable, refuse
@@ -190,6 +191,7 @@ def load(
                 left,
                 may_be_missing,
                 report.why_missing,
+                functools.partial(ones.line_for, prepared) if layout == "torch" else lambda place: None,
                 [f"nothing of the file fits {text}, of rename" for text in prepared.flow.unused],
                 beside.wrong_heads(),
                 placing,

@@ -20,6 +20,7 @@ from lazymods._layer.placeholder import fits
 from lazymods.state.entries import Place, Survey, leaf_of, raw_of
 
 Shapes = Mapping[str, tuple[int, ...]]
+_OTHER_TABLES = re.compile(r"(^|_)(pos|wpe|rel|type|token_type|seg|lang)")  # their rows are positions, or kinds
 
 
 def cause_of(places: Mapping[str, Place], name: str, loaded: Shapes) -> tuple[str, str] | None:
@@ -50,7 +51,10 @@ def cause_of(places: Mapping[str, Place], name: str, loaded: Shapes) -> tuple[st
 
 
 def tied_to(places: Mapping[str, Place], name: str, loaded: Shapes) -> str | None:
-    """Return the only embedding whose transpose the kernel of a missing output layer can be; None if there is none."""
+    """Return the only embedding whose transpose the kernel of a missing output layer can be; None if there is none.
+
+    Tables of positions and of kinds of tokens, as their names say, are none: their rows are no words.
+    """
     place = places.get(name)
     if place is None or place.key != "kernel" or not isinstance(place.holder, nnx.Linear):
         return None
@@ -58,9 +62,16 @@ def tied_to(places: Mapping[str, Place], name: str, loaded: Shapes) -> str | Non
     found: dict[Any, str] = {}
     for other in places.values():
         shape = loaded.get(other.name)
-        if shape is not None and isinstance(other.holder, nnx.Embed) and known is not None and fits(known, shape[::-1]):
+        if shape is None or not isinstance(other.holder, nnx.Embed) or _OTHER_TABLES.search(_own_name(other.name)):
+            continue
+        if known is not None and fits(known, shape[::-1]):
             found.setdefault(other.identity, other.name)
     return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _own_name(name: str) -> str:
+    """Return the name of the module that an entry is of, in the module that this hangs in."""
+    return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def known_shape(place: Place) -> tuple[int | None, ...] | None:

@@ -69,7 +69,7 @@ _STATISTICS = Cannot(
     "running_mean|running_var|num_batches_tracked",
     "running statistics, by which PyTorch normalizes in eval mode",
     "track_running_stats=False: nnx.InstanceNorm normalizes by the input's own statistics",
-    'nnx.BatchNorm, if the statistics are wanted, or rename={{"{name}": None}} if not',
+    'rename={{"{name}": None}}  # drops it; if it is wanted: nnx.BatchNorm in place of nnx.InstanceNorm',
 )
 
 BATCH_NORM = Simple(

@@ -378,6 +378,18 @@ def test_a_table_that_is_no_vocabulary_is_no_output_layer(tmp_path: Path) -> Non
         lm.load(model, tmp_path / "m.safetensors", layout="torch")
 
 
+@pytest.mark.parametrize("name", ["wpe", "pos_emb", "embed_positions", "token_type_embeddings", "rel_embeddings"])
+@pytest.mark.parametrize("config", [None, {"tie_word_embeddings": True}])
+def test_a_table_of_positions_is_no_output_layer_by_its_name(tmp_path: Path, name: str, config: Any) -> None:
+    save_file({f"m.{name}.weight": np.ones((3, 4), np.float32)}, tmp_path / "m.safetensors")
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    table = nnx.Dict({name: lm.LazyEmbed(rngs=nnx.Rngs(0))})
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(nnx.Dict(m=table, score=linear(3)), tmp_path / "m.safetensors", layout="torch")
+    assert caught.value.missing == ["score.kernel"] and "Copy" not in str(caught.value)
+
+
 def test_without_that_word_the_line_to_write_is_told(tmp_path: Path) -> None:
     path = folder(tmp_path, lambda config: config.pop("tie_word_embeddings"))
     with pytest.raises(lm.StateDictError) as caught:

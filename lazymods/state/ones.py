@@ -1,0 +1,36 @@
+"""Kernels that a file has with other axes of length 1: a 1x1 convolution for a linear layer, or the other way."""
+
+from __future__ import annotations
+
+from flax import nnx
+
+from lazymods._layer.placeholder import fits
+from lazymods.state.entries import Place
+from lazymods.state.layouts.axes import without_ones
+from lazymods.state.missing import known_shape
+from lazymods.state.prepared import Prepared
+
+
+def line_for(prepared: Prepared, place: Place) -> str | None:
+    """Return the rename by which PyTorch's kernel fits the model's, if only axes of length 1 are in the way.
+
+    Args:
+        prepared: What the file is to the model.
+        place: The kernel's.
+    """
+    laid, known = prepared.laid.get(place.name, ()), known_shape(place)
+    if place.key != "kernel" or known is None or len(laid) != 1:
+        return None
+    entry = prepared.final[laid[0]]
+    shape = tuple(getattr(entry.tensor, "shape", ()))
+    spatial = tuple(n for n in known[:-2] if n is not None) if isinstance(place.holder, nnx.Conv) else ()
+    if len(shape) < 2 or len(shape) == len(known) or _longer(shape[2:]) != _longer(spatial):
+        return None
+    is_known = isinstance(place.holder, (nnx.Linear, nnx.Conv)) and fits(known, (*spatial, shape[1], shape[0]))
+    if not (is_known or isinstance(place.holder, nnx.LinearGeneral)):
+        return None
+    return without_ones((*entry.sources, entry.name), (*shape[:2], *spatial))
+
+
+def _longer(lengths: tuple[int, ...]) -> list[int]:
+    return [n for n in lengths if n != 1]
