@@ -22,8 +22,10 @@ def line_for(prepared: Prepared, place: Place) -> str | None:
     if place.key != "kernel" or known is None or len(laid) != 1:
         return None
     entry = prepared.final[laid[0]]
-    shape = tuple(getattr(entry.tensor, "shape", ()))
-    spatial = tuple(n for n in known[:-2] if n is not None) if isinstance(place.holder, nnx.Conv) else ()
+    shape: tuple[int, ...] = tuple(getattr(entry.tensor, "shape", ()))
+    spatial: tuple[int, ...] = ()
+    if isinstance(place.holder, nnx.Conv):
+        spatial = tuple(n for n in known[:-2] if n is not None)
     if len(shape) < 2 or len(shape) == len(known) or _longer(shape[2:]) != _longer(spatial):
         return None
     is_known = isinstance(place.holder, (nnx.Linear, nnx.Conv)) and fits(known, (*spatial, shape[1], shape[0]))

@@ -17,7 +17,7 @@ class _Features(Layout):
 
     def to_flax(self, array: Array, site: Site) -> Array:
         """Flatten, channels last if ``flatten`` says so."""
-        if array.ndim < 2 and site.sizes is None:
+        if site.sizes is None and (array.ndim < 2 or array.ndim == _rank(site)):  # as many axes as stacked layers have
             return array
         if site.sizes is None:
             raise Refusal(
@@ -47,6 +47,11 @@ class _Features(Layout):
         if site.sizes is None:
             return array
         return channels_first(array, site.sizes).reshape(site.sizes[-1], *site.sizes[:-1])
+
+
+def _rank(site: Site) -> int:
+    shape = site.shape("scale")
+    return len(shape if shape is not None else site.shape("bias") or ())
 
 
 class _Channels(Layout):
