@@ -128,9 +128,9 @@ def load(
             of the model are one in the file; if a matrix of 8-bit numbers, as quantized weights are stored, goes into
             wider floats; if a layer reads what the model flattens channels last, or gives what becomes a map with
             channels last, and was loaded as PyTorch has it, which has channels first; if ``config.json`` beside the
-            file has another activation function, or epsilon of the norms; or if, with ``strict=False``, nothing at all
-            was loaded, statistics of a BatchNorm were not, or an output layer was left to chance or left out that the
-            embedding may stand for.
+            file has another activation function or epsilon of the norms, or is of a model whose norms add 1; or if,
+            with ``strict=False``, nothing at all was loaded, statistics of a BatchNorm were not, or an output layer
+            was left to chance or left out that the embedding may stand for.
 
     Example:
         >>> import tempfile, lazymods as lm

@@ -19,6 +19,7 @@ from lazymods._graph import dotted
 from lazymods._layer.placeholder import fits
 from lazymods.state.entries import Place, Survey, leaf_of, raw_of
 
+_AFFINE = (nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)  # of which a file may have nothing
 Shapes = Mapping[str, tuple[int, ...]]
 _OTHER_TABLES = re.compile(r"(^|_)(pos|wpe|rel|type|token_type|seg|lang)")  # their rows are positions, or kinds
 
@@ -106,11 +107,15 @@ class Options:
         return {dotted(path): node for path, node in self.survey.named_nodes}
 
     def without(self, name: str) -> str | None:
-        """Return the line for a parameter that is missing; None if the file has nothing of its layer."""
+        """Return the line for a parameter that is missing; None if the file has nothing of its layer, but for norms."""
         module = name.rpartition(".")[0]
         owner = self._owner(name, True)
-        if owner is None or module not in self.filled or module in self.named_otherwise:
+        if owner is None or module in self.named_otherwise:
             return None
+        if module not in self.filled:
+            may_be_plain = isinstance(self.nodes[module], _AFFINE) and not self.named_otherwise
+            line = f"use_{name.rpartition('.')[2]}=False  # of {self._called(owner)}, if PyTorch's is not affine"
+            return line if may_be_plain else None
         others = [n for n in self.loaded if n.startswith(f"{owner}.".lstrip(".")) and n.endswith(".bias")]
         if owner != module and others:
             return f'lm.load(model, source, missing=r"{re.escape(name)}$")  # it stays as it is: zeros, if it is new'

@@ -232,7 +232,7 @@ m.weight_g (LazyLinear m)
 m.weight (LazyEinsum m)
   got:    a weight for an nnx.Einsum, whose equation may put its axes in any order
   needed: an entry by Flax's name (kernel), in Flax's order: PyTorch has no such layer
-  write:  nnx.Linear in its place, or rename={"m.weight": "m.kernel"} with the axes in Flax's order""",
+  write:  rename={"m.weight": "m.kernel"}  # with the axes in Flax's order; or nnx.Linear in its place""",
     ),
     Row(
         "a general linear map of several axes",
