@@ -113,7 +113,7 @@ class Options:
         if owner is None or module in self.named_otherwise:
             return None
         if module not in self.filled:
-            may_be_plain = isinstance(self.nodes[module], _AFFINE) and not self.named_otherwise
+            may_be_plain = isinstance(self.nodes[module], _AFFINE) and self.filled and not self.named_otherwise
             line = f"use_{name.rpartition('.')[2]}=False  # of {self._called(owner)}, if PyTorch's is not affine"
             return line if may_be_plain else None
         others = [n for n in self.loaded if n.startswith(f"{owner}.".lstrip(".")) and n.endswith(".bias")]

@@ -21,6 +21,7 @@ from lazymods.state.entries import Survey, base_name
 from lazymods.state.flow import Rename as Rename
 
 PREFIXES = ("module", "_orig_mod", "model", "params", "batch_stats")
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # what PyTorch wraps in place, anywhere
 _LEAVES = {"running_mean": "mean", "running_var": "var"}  # as PyTorch says; a norm's "weight" is told by its rank
 _NORM_LEAVES = {"gamma": "weight", "beta": "bias"}  # as TensorFlow and older files of transformers say
 _NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm)
@@ -92,7 +93,7 @@ class _Matcher:
         """Return a name with dots, without wrappers and collections that the model has no child of."""
         if self._is_known(name):
             return name
-        parts = re.split(r"[./]", name)
+        parts = [part for part in re.split(r"[./]", name) if part not in _WRAPPED]
         while len(parts) > 1 and parts[0] in PREFIXES and parts[0] not in self.nodes:
             parts = parts[1:]
         return ".".join(parts)
