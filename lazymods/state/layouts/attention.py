@@ -38,7 +38,10 @@ _INPUTS = tuple(
         ("value", "num_kv_heads", "v"),
     )
 )
-_OUTPUT = _Projection("out", "num_heads", ("out_proj.weight", "out.weight"), ("out_proj.bias", "out.bias"))
+_OUTPUTS = ("out_proj", "o_proj", "out")
+_OUTPUT = _Projection(
+    "out", "num_heads", tuple(f"{name}.weight" for name in _OUTPUTS), tuple(f"{name}.bias" for name in _OUTPUTS)
+)
 
 _BIAS_KV = Cannot(
     "bias_k|bias_v",

@@ -105,8 +105,9 @@ def without_ones(names: Iterable[str], shape: tuple[int, ...]) -> str:
         names: Its names, in the file and after a rename.
         shape: The shape that is needed.
     """
-    pattern = "|".join(re.escape(name) for name in dict.fromkeys(names))
-    return f'rename=[lm.rules.Reshape(r"^({pattern})$", {shape})]  # or a layer of the file\'s kind'
+    found = [re.escape(name) for name in dict.fromkeys(names)]
+    pattern = found[0] if len(found) == 1 else f"({'|'.join(found)})"
+    return f'rename=[lm.rules.Reshape(r"^{pattern}$", {shape})]  # or a layer as the file\'s'
 
 
 # ---------------------------------------------------------------- flattened inputs

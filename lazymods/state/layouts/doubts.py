@@ -24,7 +24,8 @@ from lazymods.state.layouts.table import rule_for
 PER_HEAD = ("query_key_value",)
 """Modules whose queries, keys and values are interleaved head by head: in GPT-NeoX, BLOOM, Falcon, Persimmon."""
 
-_MATRICES = ("in_proj_weight", *(f"{p}.weight" for p in ("q_proj", "k_proj", "v_proj", "out_proj", "query", "out")))
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "o_proj", "query", "out")
+_MATRICES = ("in_proj_weight", *(f"{name}.weight" for name in _PROJECTIONS))
 
 
 class Origin(NamedTuple):

@@ -76,6 +76,18 @@ def test_attention_of_convolutions(axes: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "known"), [((4, 1, 1), (None,)), ((1, 4, 1, 1), (4,)), ((1, 5, 4), (5, 4)), ((5, 4), (1, 5, 4))]
+)
+def test_parameters_of_the_model_itself(given: tuple[int, ...], known: tuple[int | None, ...]) -> None:
+    """Such as layer scales and positions; a size that the file tells is left to it."""
+    scale = np.arange(np.prod(given), dtype=np.float32).reshape(given)
+    model, result = with_lines(lambda: nnx.Dict(scale=lm.UninitializedParameter(known)), {"scale": scale})
+    assert model.scale.shape == tuple(n or 4 for n in known)
+    np.testing.assert_array_equal(model.scale[...].reshape(given), scale)
+    np.testing.assert_array_equal(lm.export_torch(model, like=result)["scale"], scale)
+
+
+@pytest.mark.parametrize(
     ("layer", "ours"),
     [
         (lambda: torch.nn.Conv2d(3, 5, 2), linear),  # patches, which a linear layer may take in another order

@@ -78,6 +78,11 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], Any]] = {
         lambda: nnx.Dict(a=attention()),
         None,
     ),
+    "attention of layers, o_proj": (
+        lambda: named(a=Projections("q_proj", "k_proj", "v_proj", "o_proj")),
+        lambda: nnx.Dict(a=attention()),
+        None,
+    ),
     "attention by Flax's words": (
         lambda: named(a=Projections("query", "key", "value", "out")),
         lambda: nnx.Dict(a=attention()),
