@@ -12,7 +12,7 @@ import lazymods as lm
 SOURCES = sorted(Path(lm.__file__).parent.rglob("*.py"))
 MAKERS = {  # which argument of them is the line
     **{"Problem": 3, "wrong_argument": 3, "refused": 3, "problem": 3},
-    **{"Refusal": 2, "NotInferableError": 1},
+    **{"Cannot": 3, "Refusal": 2, "NotInferableError": 1},
 }
 Names = dict[str, list[ast.expr]]
 

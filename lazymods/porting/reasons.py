@@ -100,7 +100,7 @@ def _of_parameters(pair: Pair, torch: Any) -> Reason | None:
     node, theirs = pair.site.node, pair.module.state_dict()
     try:
         if any(path for path, inner in _graph.nodes(node) if isinstance(inner, nnx.Module)):
-            entries = written(node, list(sites(node)), names=list(theirs)).entries
+            entries = written(node, list(sites(node)), shapes={n: tuple(v.shape) for n, v in theirs.items()}).entries
         else:
             own, _ = rule_for(type(node)).write(pair.site)
             entries = {name.removeprefix(pair.site.prefix): value for name, value in own.items()}

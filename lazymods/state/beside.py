@@ -66,7 +66,11 @@ class Beside:
             entries: What it was given.
             may_miss: Says of a name whether the user knows that it may be missing.
         """
-        out = [] if self.config is None else config_file.differences(self.survey, self.config, result.matched)
+        out = []
+        if self.config is not None:
+            out += config_file.differences(self.survey, self.config, result.matched)
+            given = self._unchanged(result) if self.is_torch else {}
+            out += config_file.scales_less_one(self.survey, self.config, given)
         if self.tied is not None:
             head, embedding = self.tied
             out.append(
@@ -76,6 +80,13 @@ class Beside:
         out += self._other_orders(result)
         missing = [name for name in result.missing if not may_miss(name)]
         return out + tied_heads.remarks(self.survey.places, missing, result.unexpected, entries)
+
+    def _unchanged(self, result: LoadResult) -> dict[str, str]:
+        """Return the names, after a rename, of what was loaded and no rule has changed, by the model's names."""
+        originals = {id(entry) for entry in self.prepared.flow.originals.values()}
+        final, laid = self.prepared.final, self.prepared.laid
+        found = {name: final[laid[name][0]] for name in result.matched if len(laid.get(name, ())) == 1}
+        return {name: entry.name for name, entry in found.items() if id(entry) in originals}
 
     def finish(self, result: LoadResult, mode: str | None) -> None:
         """Put the model in a mode, or note in which it is."""

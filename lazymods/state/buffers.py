@@ -14,6 +14,7 @@ from lazymods.state.files.stored import StoredTensor
 
 _BY_NAME = {
     "num_batches_tracked": "a counter",
+    "n_averaged": "a counter",  # of torch.optim.swa_utils.AveragedModel
     "inv_freq": "rotary frequencies",
     "original_inv_freq": "rotary frequencies",
     "cos_cached": "rotary angles",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
@@ -22,7 +23,7 @@ from lazymods._layer import lifecycle, stacks
 from lazymods._progress import telling
 from lazymods._refusals import refuse_no_float, wrong_argument
 from lazymods._shardings import Rules
-from lazymods.state import modes, options, tied_heads
+from lazymods.state import modes, ones, options, tied_heads
 from lazymods.state.beside import Beside
 from lazymods.state.entries import IMPL, Place, Survey, base_name, is_training_state
 from lazymods.state.files.stored import Checkpoint, StoredTensor, Unread, check_booleans, is_mapped, printable, refuse
@@ -127,9 +128,9 @@ def load(
             of the model are one in the file; if a matrix of 8-bit numbers, as quantized weights are stored, goes into
             wider floats; if a layer reads what the model flattens channels last, or gives what becomes a map with
             channels last, and was loaded as PyTorch has it, which has channels first; if ``config.json`` beside the
-            file has another activation function, or epsilon of the norms; or if, with ``strict=False``, nothing at all
-            was loaded, statistics of a BatchNorm were not, or an output layer was left to chance or left out that the
-            embedding may stand for.
+            file has another activation function or epsilon of the norms, or is of a model whose norms add 1; or if,
+            with ``strict=False``, nothing at all was loaded, statistics of a BatchNorm were not, or an output layer
+            was left to chance or left out that the embedding may stand for.
 
     Example:
         >>> import tempfile, lazymods as lm
@@ -192,6 +193,7 @@ def load(
                 left,
                 may_be_missing,
                 report.why_missing,
+                functools.partial(ones.line_for, prepared) if layout == "torch" else lambda place: None,
                 [f"nothing of the file fits {text}, of rename" for text in prepared.flow.unused],
                 beside.wrong_heads(),
                 placing,

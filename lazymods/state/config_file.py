@@ -42,6 +42,11 @@ _RMS = ("rms_norm_eps", "rms_norm_epsilon")
 _ANY_NORM = ("layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_epsilon", "norm_eps")
 _OTHER_EPSILONS = ("convnext", "convnextv2", "segformer")  # whose layers do not take the one of their configuration
 
+_LESS_ONE: dict[Any, type] = {  # models whose norms multiply by 1 plus what the file has
+    **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "vaultgemma"), nnx.RMSNorm),
+    "nemotron": nnx.LayerNorm,
+}
+
 _ACTS = ("hidden_act", "hidden_activation", "activation_function", "dense_act_fn")
 _OUR_ACTS = (*_ACTS, "act", "act_fn", "activation")
 _XS = np.array([-3.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0], np.float32)
@@ -204,6 +209,25 @@ def _epsilons(nodes: Iterable[tuple[Any, Any]], config: Config) -> Iterator[str]
             told.setdefault((f"{name}={value:g}", f"{key}={wanted:g}", f"{name}={wanted:g}"), []).append(dotted(path))
     for (ours, theirs, line), paths in told.items():
         yield f"{_shown(paths)}: {ours}, where {NAME} says {theirs}; write {line}"
+
+
+def scales_less_one(survey: Survey, config: Config, given: Mapping[str, str]) -> list[str]:
+    """Say which norms of Flax were given the scales of a file that has them less 1.
+
+    Args:
+        survey: The model.
+        config: The configuration.
+        given: The names, after a rename, of the entries that no rule has changed, by the model's names.
+    """
+    kinds = [kind for part in config.parts if (kind := str(part.get("model_type"))) in _LESS_ONE]
+    cls = _LESS_ONE[kinds[0]] if kinds else None
+    norms = [dotted(path) for path, node in survey.nodes if kinds and unhooked_class(type(node)) is cls]
+    names = {path: given[f"{path}.scale"].split(".") for path in norms if f"{path}.scale" in given}
+    modules = "|".join(dict.fromkeys(re.escape(name[-2]) for name in names.values() if len(name) > 1))
+    if not modules:
+        return []
+    line = f'rename=[lm.rules.Add(r"(^|[.])({modules})[.]weight$", 1.0)]'
+    return [f"{_shown([*names])}: model_type={kinds[0]!r} of {NAME} adds 1 to the file's scale; write {line}"]
 
 
 def _shown(paths: list[str]) -> str:

@@ -57,6 +57,7 @@ class Origin(NamedTuple):
         warn: Called with the result; what it raises undoes the load, as a warning does that is an error.
         ignored: Names of entries that need no parameter.
         may_miss: Says of a name whether the model may have no entry for it.
+        line_for: Returns the line to write for an entry whose shape does not fit, or None.
         why_missing: Returns, for names without an entry, what was got instead and the line to write, where it is known.
         remarks: What an error says below its heading.
         problems: What is wrong with the entries beside what does not fit.
@@ -74,6 +75,7 @@ class Origin(NamedTuple):
     ignored: Collection[str] = ()
     may_miss: Callable[[str], bool] = lambda name: False
     why_missing: Callable[[Sequence[str]], Mapping[str, tuple[str, str]]] = lambda names: {}
+    line_for: Callable[[Place], str | None] = lambda place: None
     remarks: Sequence[str] = ()
     problems: Sequence[Problem] = ()
     placing: Placing | None = None
@@ -128,7 +130,7 @@ def load_entries(
             found = _found_by_hooks(before, given, origin)
             survey = Survey(model)  # a hook may do anything
         entries = decoded(given, survey.places)
-        how = {"skip": mismatched == "skip", "dtype": dtype, "in_parts": origin.in_parts}
+        how = {"skip": mismatched == "skip", "dtype": dtype, "in_parts": origin.in_parts, "line_for": origin.line_for}
         plan = make_plan(survey, entries, **how)
         fitted = by_trial.fitted(survey, entries)
         snapshot = Snapshot(model) if plan.grown or fitted else None

@@ -68,6 +68,7 @@ class LoadPlan:
         dtype: The dtype that floating-point parameters (``nnx.Param``) get, or ``"file"`` for the one that each has
             among ``given``; None: each its own.
         in_parts: Whether the values of a place are looked at when they are read, part by part.
+        line_for: Returns the line to write for an entry of another shape, or None if none is known.
 
     Attributes:
         lazy: The model's lazy layers, with their paths, children before parents.
@@ -88,6 +89,7 @@ class LoadPlan:
         skip: bool,
         dtype: Any = None,
         in_parts: Callable[[Place], bool] = is_spread_place,
+        line_for: Callable[[Place], str | None] = lambda place: None,
     ) -> None:
         self.survey: Survey = survey
         self.model: Any = survey.model
@@ -96,6 +98,7 @@ class LoadPlan:
         self.skip: bool = skip
         self.dtype: Any = dtype
         self.in_parts: Callable[[Place], bool] = in_parts
+        self.line_for: Callable[[Place], str | None] = line_for
         self.lazy: list[tuple[Any, Any]] = [(p, n) for p, n in reversed(survey.nodes) if _graph.is_lazy_node(n)]
         self.sized: list[tuple[Any, AbstractModule]] = []
         self.grown: list[tuple[Any, AbstractModule]] = []
@@ -198,6 +201,7 @@ def make_plan(
     dtype: Any = None,
     fitted: Sequence[tuple[Any, AbstractModule]] = (),
     in_parts: Callable[[Place], bool] = is_spread_place,
+    line_for: Callable[[Place], str | None] = lambda place: None,
 ) -> LoadPlan:
     """Check every entry against the model.
 
@@ -209,8 +213,9 @@ def make_plan(
             among ``given``; None: each its own.
         fitted: Layers whose sizes are known by other ways than formulas, with their abstract modules.
         in_parts: Whether the values of a place are looked at when they are read, part by part.
+        line_for: Returns the line to write for an entry of another shape, or None if none is known.
     """
-    plan = LoadPlan(survey, given, skip=skip, dtype=dtype, in_parts=in_parts)
+    plan = LoadPlan(survey, given, skip=skip, dtype=dtype, in_parts=in_parts, line_for=line_for)
     used: set[str] = set()
     groups: dict[tuple[int, Any], list[Place]] = {}
     for place in plan.places.values():
@@ -279,7 +284,7 @@ def _check_entry(plan: LoadPlan, place: Place, value: Any) -> None:
     if not fits(shape, array.shape):
         needed = show_shape(shape) if shape is not None else "?"
         write = plan.sizes_line(place.name) if place.lazy and len(shape or ()) != array.ndim else None
-        plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting", write)
+        plan.mismatch(place, describe(array), f"shape {needed}, without broadcasting", write or plan.line_for(place))
         return
     made = plan.made_instead(place, tuple(array.shape))
     dtype = plan.target_dtype(place, array.dtype, made)

@@ -20,7 +20,9 @@ from lazymods._layer.placeholder import fits
 from lazymods.state.entries import Place, Survey, leaf_of
 from lazymods.state.values import unwrapped
 
+_AFFINE = (nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)  # of which a file may have nothing
 Shapes = Mapping[str, tuple[int, ...]]
+_OTHER_TABLES = re.compile(r"(^|_)(pos|wpe|rel|type|token_type|seg|lang)")  # their rows are positions, or kinds
 
 
 def cause_of(places: Mapping[str, Place], name: str, loaded: Shapes) -> tuple[str, str] | None:
@@ -51,7 +53,10 @@ def cause_of(places: Mapping[str, Place], name: str, loaded: Shapes) -> tuple[st
 
 
 def tied_to(places: Mapping[str, Place], name: str, loaded: Shapes) -> str | None:
-    """Return the only embedding whose transpose the kernel of a missing output layer can be; None if there is none."""
+    """Return the only embedding whose transpose the kernel of a missing output layer can be; None if there is none.
+
+    Tables of positions and of kinds of tokens, as their names say, are none: their rows are no words.
+    """
     place = places.get(name)
     if place is None or place.key != "kernel" or not isinstance(place.holder, nnx.Linear):
         return None
@@ -59,9 +64,16 @@ def tied_to(places: Mapping[str, Place], name: str, loaded: Shapes) -> str | Non
     found: dict[Any, str] = {}
     for other in places.values():
         shape = loaded.get(other.name)
-        if shape is not None and isinstance(other.holder, nnx.Embed) and known is not None and fits(known, shape[::-1]):
+        if shape is None or not isinstance(other.holder, nnx.Embed) or _OTHER_TABLES.search(_own_name(other.name)):
+            continue
+        if known is not None and fits(known, shape[::-1]):
             found.setdefault(other.identity, other.name)
     return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _own_name(name: str) -> str:
+    """Return the name of the module that an entry is of, in the module that this hangs in."""
+    return name.rpartition(".")[0].rpartition(".")[2]
 
 
 def known_shape(place: Place) -> tuple[int | None, ...] | None:
@@ -96,11 +108,15 @@ class Options:
         return {dotted(path): node for path, node in self.survey.named_nodes}
 
     def without(self, name: str) -> str | None:
-        """Return the line for a parameter that is missing; None if the file has nothing of its layer."""
+        """Return the line for a parameter that is missing; None if the file has nothing of its layer, but for norms."""
         module = name.rpartition(".")[0]
         owner = self._owner(name, True)
-        if owner is None or module not in self.filled or module in self.named_otherwise:
+        if owner is None or module in self.named_otherwise:
             return None
+        if module not in self.filled:
+            may_be_plain = isinstance(self.nodes[module], _AFFINE) and self.filled and not self.named_otherwise
+            line = f"use_{name.rpartition('.')[2]}=False  # of {self._called(owner)}, if PyTorch's is not affine"
+            return line if may_be_plain else None
         others = [n for n in self.loaded if n.startswith(f"{owner}.".lstrip(".")) and n.endswith(".bias")]
         if owner != module and others:
             return f'lm.load(model, source, missing=r"{re.escape(name)}$")  # it stays as it is: zeros, if it is new'

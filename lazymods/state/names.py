@@ -21,17 +21,21 @@ from lazymods.state.entries import Survey, base_name
 from lazymods.state.flow import Rename as Rename
 
 PREFIXES = ("module", "_orig_mod", "model", "params", "batch_stats")
+_WRAPPED = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")  # what PyTorch wraps in place, anywhere
 _LEAVES = {"running_mean": "mean", "running_var": "var"}  # as PyTorch says; a norm's "weight" is told by its rank
 _NORM_LEAVES = {"gamma": "weight", "beta": "bias"}  # as TensorFlow and older files of transformers say
 _NORMS = (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm, nnx.GroupNorm, nnx.InstanceNorm)
 _WRAPPING = (nnx.WeightNorm, nnx.SpectralNorm)  # PyTorch gives what they wrap no name
-_LAYER = re.compile(r"((?:weight|bias)_(?:ih|hh|hr))_l(\d+)(_reverse)?")
+_PART = r"(|_[gvu]|_orig|_mask|\.original[01]?|\.0\._[uv])"  # of what PyTorch computes a parameter from
+_LAYER = re.compile(rf"((?:parametrizations\.)?(?:weight|bias)_(?:ih|hh|hr))_l(\d+)(|_reverse){_PART}")
+_CELL = re.compile(rf"(parametrizations\.)?(weight|bias)_(ih|hh){_PART}")
 _LORA = re.compile(r"(^|\.)(lora_[AB])\.[^.]+\.weight$")  # with the name of one of several adapters
 _BASE = "base_layer."  # what PEFT wraps
+_OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj", "o_proj")  # modules in PyTorch
 _MAX_PREFIX = 4  # parts
 _MAX_SAMPLE = 200  # names that are looked at for a prefix
 _BELOW = ("parametrizations", "lora_A", "lora_B", "base_layer")  # what stands below a module and is none in Flax
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "in_proj_weight", "in_proj_bias", "q_proj_weight")
+_PROJECTIONS = re.compile(rf"(parametrizations\.)?([qkv]_proj_weight|in_proj_(weight|bias)|bias_[kv]){_PART}")
 
 
 def matched(survey: Survey, tensors: Mapping[str, Any], *, leaves: bool) -> dict[str, str]:
@@ -89,7 +93,7 @@ class _Matcher:
         """Return a name with dots, without wrappers and collections that the model has no child of."""
         if self._is_known(name):
             return name
-        parts = re.split(r"[./]", name)
+        parts = [part for part in re.split(r"[./]", name) if part not in _WRAPPED]
         while len(parts) > 1 and parts[0] in PREFIXES and parts[0] not in self.nodes:
             parts = parts[1:]
         return ".".join(parts)
@@ -130,9 +134,12 @@ class _Matcher:
             prefix = f"{module}." if module else ""
             return len(rest) == 1 and any(prefix + leaf in self.known for leaf in _flax_words(rest[0]))
         node = self.nodes[module]
+        leaf = ".".join(rest)
         if isinstance(node, nnx.MultiHeadAttention):
-            return rest[0] in _PROJECTIONS
-        if _LAYER.fullmatch(rest[0]):
+            return rest[0] in _OF_ATTENTION or _PROJECTIONS.fullmatch(leaf) is not None
+        if isinstance(node, nnx.RNNCellBase) and _CELL.fullmatch(leaf):
+            return True
+        if _LAYER.fullmatch(leaf):
             return isinstance(node, (nnx.RNN, nnx.Bidirectional)) or module in self.stacks
         holds = module in self.holders or isinstance(node, _WRAPPING)
         return holds and (len(rest) == 1 or rest[0] in _BELOW)
@@ -208,7 +215,7 @@ class _Matcher:
             return prefix + self._flax_leaf(prefix, leaf, tensor)
         layer = _LAYER.fullmatch(leaf)
         if layer is not None and module in self.stacks and int(layer[2]) < len(self.stacks[module]):
-            return f"{self.stacks[module][int(layer[2])]}.{layer[1]}_l0{layer[3] or ''}"
+            return f"{self.stacks[module][int(layer[2])]}.{layer[1]}_l0{layer[3]}{layer[4]}"
         if leaf in _NORM_LEAVES and isinstance(self.nodes[module], _NORMS):
             return prefix + _NORM_LEAVES[leaf]
         node = self.nodes[module]

@@ -70,10 +70,25 @@ def _in_memory(source: Any, *, as_stored: bool) -> Checkpoint:
         line = "lm.load_state_dict(model, lm.state_dict(other))" if is_model else "lm.load(model, path)"
         raise wrong_argument("lm.load: source", type(source) if is_model else source, needed, line)
     path = Path(title)
+    if torch is not None:
+        _check_sized(torch, named)
     ties = _ties(torch, named) if torch is not None else ()
+    roots: list[str] = []
     if as_stored:
         named = {name: _stored(name, value, path) for name, value in named.items()}
-    return Checkpoint(path, IN_MEMORY, named, ties=ties, buffers=buffers)
+        parts = [str(key) for key, value in source.items() if isinstance(value, Mapping)] if buffers is None else []
+        tensors = [name for name, value in named.items() if isinstance(value, StoredTensor)] if parts else []
+        roots = [part for part in parts if any(name.startswith(f"{part}.") for name in tensors)]
+    return Checkpoint(path, IN_MEMORY, named, roots=roots, ties=ties, buffers=buffers)
+
+
+def _check_sized(torch: Any, named: Mapping[str, Any]) -> None:
+    """Refuse what a lazy module of PyTorch has no shape of yet."""
+    lazy = [name for name, value in named.items() if isinstance(value, torch.nn.parameter.UninitializedTensorMixin)]
+    if lazy:
+        got = f"{', '.join(lazy[:8])} without a shape"
+        needed = "tensors with values: PyTorch's lazy modules have none before their first call"
+        raise ArgumentError(Problem(_SOURCE, got, needed, "torch_module(x)  # once, before lm.load"))
 
 
 def _flattened(prefix: str, mapping: Mapping[Any, Any], above: tuple[int, ...]) -> Iterator[tuple[str, Any]]:
@@ -116,12 +131,20 @@ def _stored(name: str, value: Any, path: Path) -> Any:
     if array is not None:
         array = np.asarray(array)
         return StoredTensor(name, array.shape, array.dtype, path, lambda: array)
-    dtype = dtype_named(str(value.dtype).removeprefix("torch."))
+    is_quantized = bool(getattr(value, "is_quantized", False))  # PyTorch's own, with its scale
+    dtype = np.dtype(np.float32) if is_quantized else dtype_named(str(value.dtype).removeprefix("torch."))
     if dtype is None or isinstance(value, np.ndarray):
         return value
     got = f"{describe(value)}, which has no array of numbers in memory"  # it matters if it is asked for
-    problem = Problem(name, got, "an array of numbers", f"source[{name!r}] = np.asarray(source[{name!r}])")
+    problem = Problem(name, got, "an array of numbers", _line_for(name, value))
     return StoredTensor(name, tuple(value.shape), dtype, path, partial(_refuse, problem, path))
+
+
+def _line_for(name: str, tensor: Any) -> str:
+    if getattr(tensor, "is_meta", False):
+        return "torch_module.load_state_dict(state, assign=True)  # a tensor on meta has no numbers"
+    ready = "dequantize" if getattr(tensor, "is_quantized", False) else "to_dense"
+    return f"source[{name!r}] = source[{name!r}].{ready}()"
 
 
 def _refuse(problem: Problem, path: Path) -> Any:

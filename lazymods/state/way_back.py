@@ -111,9 +111,13 @@ def _laid(
 ) -> tuple[dict[str, Any], set[str], dict[str, list[str]]]:
     """Return a model's arrays as PyTorch lays them, under the names that the layout was given."""
     found, wrong = with_sizes(list(sites(model)), flatten)
-    made = written(model, found, names=way.final.keys(), stacked=way.stacked)
+    shapes = {name: tuple(np.shape(entry.tensor)) for name, entry in way.final.items()}
+    made = written(model, found, shapes=shapes, stacked=way.stacked)
     problems += wrong + made.problems
-    entries, done = _as_computed(model, way, dict(made.entries), made.held, flatten)
+    places = named_places(model)
+    own = {name: np.asarray(places[name].value) for name in way.loaded if name in places and name not in made.entries}
+    made.held.update((name, [name]) for name in own)  # by Flax's names in the file: they lie as Flax has them
+    entries, done = _as_computed(model, way, made.entries | own, made.held, flatten)
     for name in way.final:
         if name not in way.loaded or name in done:
             continue

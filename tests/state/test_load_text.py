@@ -262,6 +262,22 @@ def test_a_bias_that_one_side_lacks(case: str) -> None:
     assert said or not model["attn"].key.bias[...].any()
 
 
+def test_a_norm_that_is_not_affine_in_pytorch() -> None:
+    def made(**options: Any) -> Any:
+        norm = lm.LazyGroupNorm(num_groups=2, rngs=nnx.Rngs(0), **options)
+        return nnx.Dict(norm=norm, fc=lm.LazyLinear(4, use_bias=False, rngs=nnx.Rngs(0)))
+
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(made(), {"fc.weight": EYE}, layout="torch")
+    assert [(p.where, p.write) for p in caught.value.problems] == [
+        (f"norm.{kind}", f"use_{kind}=False  # of norm, if PyTorch's is not affine") for kind in ("bias", "scale")
+    ]
+    lm.load(made(use_bias=False, use_scale=False), {"fc.weight": EYE}, layout="torch")
+    with pytest.raises(lm.StateDictError) as caught:  # the entries of another name may be the norm's
+        lm.load(made(), {"fc.weight": EYE, "ln.weight": ONES}, layout="torch")
+    assert "affine" not in str(caught.value)
+
+
 def test_a_bias_of_another_name_is_not_left_out() -> None:
     with pytest.raises(lm.StateDictError) as caught:
         lm.load(options_of("fc"), {"fc.weight": EYE, "fc.b": ONES}, layout="torch")

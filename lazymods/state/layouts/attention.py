@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lazymods.state.layouts.axes import without_ones
 from lazymods.state.layouts.file import Part, TorchFile
 from lazymods.state.layouts.rule import Cannot, Rule
 from lazymods.state.layouts.site import Array, Refusal, Site
@@ -37,13 +38,16 @@ _INPUTS = tuple(
         ("value", "num_kv_heads", "v"),
     )
 )
-_OUTPUT = _Projection("out", "num_heads", ("out_proj.weight", "out.weight"), ("out_proj.bias", "out.bias"))
+_OUTPUTS = ("out_proj", "o_proj", "out")
+_OUTPUT = _Projection(
+    "out", "num_heads", tuple(f"{name}.weight" for name in _OUTPUTS), tuple(f"{name}.bias" for name in _OUTPUTS)
+)
 
 _BIAS_KV = Cannot(
     "bias_k|bias_v",
     "a learned key and value (add_bias_kv=True)",
     "add_bias_kv=False: nnx.MultiHeadAttention attends to the given keys only",
-    "a model in PyTorch without add_bias_kv",
+    "torch.nn.MultiheadAttention(64, 8)  # without add_bias_kv",
 )
 _SOUND = "lm.load(model, path)  # of a sound copy of the file"
 _ONE_WIDTH = (
@@ -68,7 +72,7 @@ class Attention(Rule):
             self._give(site, file, projection, weight, bias)
         weight = _first(site, file, _OUTPUT.weights)
         if weight is not None and weight.value.ndim == 3:
-            file.refuse(site, weight.sources[0], _other_rank(weight, 2))
+            file.refuse(site, weight.sources[0], _other_rank(file, weight, 2))
         elif weight is not None:
             heads = site.get(_OUTPUT.heads)
             file.put(site, "out.kernel", weight.map(lambda a: _split(a.T, 0, heads) if a.ndim == 2 else a))
@@ -96,7 +100,7 @@ class Attention(Rule):
                 continue
             if part.value.ndim != rank:
                 if len(site.shape(f"{to.flax}.{entry}") or ()) == part.value.ndim:  # it would fit, and be another's
-                    file.refuse(site, part.sources[0], _other_rank(part, rank))
+                    file.refuse(site, part.sources[0], _other_rank(file, part, rank))
                     continue
                 file.put(site, f"{to.flax}.{entry}", part)
             elif part.value.shape[0] % heads:
@@ -185,11 +189,13 @@ class Attention(Rule):
                 )
 
 
-def _other_rank(part: Part, rank: int) -> Refusal:
+def _other_rank(file: TorchFile, part: Part, rank: int) -> Refusal:
     got, needed = f"shape {part.value.shape}", f"{rank} {'axis' if rank == 1 else 'axes'}, as PyTorch has"
-    return Refusal(
-        got, needed, "rename=[lm.rules.Stack(r'(\\d+)[.]fc[.]weight', into='fc.kernel')]  # of layers of their own"
-    )
+    line = "rename=[lm.rules.Stack(r'(\\d+)[.]fc[.]weight', into='fc.kernel')]  # of layers of their own"
+    if set(part.value.shape[rank:]) == {1}:  # a 1x1 convolution
+        name = part.sources[0]
+        line = without_ones((file.tensors[name].name, name), part.value.shape[:rank])
+    return Refusal(got, needed, line)
 
 
 def _first(site: Site, file: TorchFile, entries: tuple[str, ...]) -> Part | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -95,6 +96,18 @@ def check_rank(array: Array, rank: int, site: Site) -> None:
             f"{rank} axes, as PyTorch has: it has no stacked layers",
             "nnx.List([make_block(rngs) for _ in range(n)])  # layers that nnx.vmap has not stacked",
         )
+
+
+def without_ones(names: Iterable[str], shape: tuple[int, ...]) -> str:
+    """Return the line to write for an entry that has the shape that is needed, but for axes of length 1.
+
+    Args:
+        names: Its names, in the file and after a rename.
+        shape: The shape that is needed.
+    """
+    found = [re.escape(name) for name in dict.fromkeys(names)]
+    pattern = found[0] if len(found) == 1 else f"({'|'.join(found)})"
+    return f'rename=[lm.rules.Reshape(r"^{pattern}$", {shape})]  # or a layer as the file\'s'
 
 
 # ---------------------------------------------------------------- flattened inputs

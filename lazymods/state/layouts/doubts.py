@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from lazymods._error_lists import shown_names
 from lazymods._errors import Problem, describe
 from lazymods._layer.placeholder import fits
+from lazymods.state.files.stored import StoredTensor
 from lazymods.state.flow import StackedTensor
 from lazymods.state.layouts.attention import ATTENTION
 from lazymods.state.layouts.linear import LINEAR
@@ -23,7 +24,8 @@ from lazymods.state.layouts.table import rule_for
 PER_HEAD = ("query_key_value",)
 """Modules whose queries, keys and values are interleaved head by head: in GPT-NeoX, BLOOM, Falcon, Persimmon."""
 
-_MATRICES = ("in_proj_weight", *(f"{p}.weight" for p in ("q_proj", "k_proj", "v_proj", "out_proj", "query", "out")))
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "o_proj", "query", "out")
+_MATRICES = ("in_proj_weight", *(f"{name}.weight" for name in _PROJECTIONS))
 
 
 class Origin(NamedTuple):
@@ -87,7 +89,7 @@ def _matrices(site: Site, tensors: Mapping[str, Any], origins: Mapping[str, Orig
             axis = tensor.axis % len(tensor.shape)
             kernel = None if kernel is None else kernel[:axis] + kernel[axis + 1 :]
             tensor = tensor.parts[0]
-        shape = tuple(getattr(tensor, "shape", ()))
+        shape = tensor.shape if isinstance(tensor, StoredTensor) else ()
         if len(shape) != 2:
             continue
         stored, turns = origins.get(name, Origin(tensor))
@@ -143,9 +145,11 @@ def _per_head(
             name = site.torch_name(entry)
             tensor = tensors.get(name)
             stored = origins[name].tensor if name in origins else None
-            if tensor is None or tensor is not stored or rule_for(type(site.node)) is not ATTENTION or heads == 1:
+            if tensor is not stored or rule_for(type(site.node)) is not ATTENTION or heads == 1:
                 continue
-            file = getattr(stored, "name", name)
+            if not isinstance(stored, StoredTensor):
+                continue
+            file = stored.name
             if not set(file.split(".")) & {*PER_HEAD}:
                 continue
             got = f"{describe(tensor)}, {file} of the file, where queries, keys and values alternate head by head"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +39,7 @@ def written(
     model: nnx.Module,
     found: Sequence[Site],
     *,
-    names: Collection[str] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
     stacked: Mapping[str, tuple[tuple[int, int], ...]] | None = None,
 ) -> Written:
     """Return a model's arrays as PyTorch lays them.
@@ -47,7 +47,7 @@ def written(
     Args:
         model: The model, initialized.
         found: Its modules.
-        names: PyTorch's names that are to be written, where there is a choice.
+        shapes: The entries that are to be written, where there is a choice, by PyTorch's names: their shapes.
         stacked: The stacks of what was loaded from layers of their own, by the model's names.
 
     Raises:
@@ -56,13 +56,15 @@ def written(
     left = {name: place for name, place in named_places(model).items() if not place.is_rng}
     check_ready(model, left)
     out = Written({}, set(), [], {})
-    for site in (dataclasses.replace(site, names=names) for site in found):
-        levels = _levels(site, stacked or {})
+    for site in (dataclasses.replace(site, names=shapes) for site in found):
         try:
-            entries, taken = _written(site, levels)
+            entries, taken = _written(site, _levels(site, stacked or {}))
         except Refusal as refusal:
-            out.problems.append(refusal.at(_where(site)))
-            continue
+            whole = _as_in_file(site, shapes or {})
+            if whole is None:
+                out.problems.append(refusal.at(_where(site)))
+                continue
+            entries, taken = whole
         out.counters.update(site.torch_name(counter) for counter in getattr(rule_for(type(site.node)), "counters", ()))
         for name in taken:
             left.pop(name, None)
@@ -81,6 +83,20 @@ def written(
 def _levels(site: Site, stacked: Mapping[str, tuple[tuple[int, int], ...]]) -> tuple[tuple[int, int], ...]:
     prefix = site.name("")
     return next((levels for name, levels in stacked.items() if name.startswith(prefix)), ())
+
+
+def _as_in_file(site: Site, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], list[str]] | None:
+    """Write a module that the file has stacked as the model has; None if its layers do not give the file's shapes."""
+    lengths = {shape[:1] for name, shape in shapes.items() if name.startswith(site.prefix)}
+    if len(lengths) != 1:
+        return None
+    try:
+        entries, taken = _written(site, [(0, length) for length in lengths.pop()])
+    except (Refusal, IndexError):
+        return None
+    there = [(shapes[name], slices.parts) for name, slices in entries.items() if name in shapes]
+    is_so = all(shape == (len(parts), *np.shape(parts[0])) for shape, parts in there)
+    return (entries, taken) if is_so else None
 
 
 def _written(site: Site, levels: Sequence[tuple[int, int]]) -> tuple[dict[str, Any], list[str]]:

@@ -156,7 +156,7 @@ _EINSUM = Cannot(
     "weight",
     "a weight for an nnx.Einsum, whose equation may put its axes in any order",
     "an entry by Flax's name (kernel), in Flax's order: PyTorch has no such layer",
-    'nnx.Linear in its place, or rename={{"{name}": "{prefix}kernel"}} with the axes in Flax\'s order',
+    'rename={{"{name}": "{prefix}kernel"}}  # with the axes in Flax\'s order; or nnx.Linear in its place',
 )
 
 LINEAR = Simple(Field("weight", "kernel", Kernel(lambda site: Axes((1, 0)))), BIAS, flattens=True)

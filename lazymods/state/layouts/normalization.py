@@ -17,7 +17,7 @@ class _Features(Layout):
 
     def to_flax(self, array: Array, site: Site) -> Array:
         """Flatten, channels last if ``flatten`` says so."""
-        if array.ndim < 2 and site.sizes is None:
+        if site.sizes is None and (array.ndim < 2 or array.ndim == _rank(site)):  # as many axes as stacked layers have
             return array
         if site.sizes is None:
             raise Refusal(
@@ -49,6 +49,11 @@ class _Features(Layout):
         return channels_first(array, site.sizes).reshape(site.sizes[-1], *site.sizes[:-1])
 
 
+def _rank(site: Site) -> int:
+    shape = site.shape("scale")
+    return len(shape if shape is not None else site.shape("bias") or ())
+
+
 class _Channels(Layout):
     """One number a channel, or, after a flatten, one for each number of what was flattened."""
 
@@ -69,7 +74,7 @@ _STATISTICS = Cannot(
     "running_mean|running_var|num_batches_tracked",
     "running statistics, by which PyTorch normalizes in eval mode",
     "track_running_stats=False: nnx.InstanceNorm normalizes by the input's own statistics",
-    'nnx.BatchNorm, if the statistics are wanted, or rename={{"{name}": None}} if not',
+    'rename={{"{name}": None}}  # drops it; if it is wanted: nnx.BatchNorm in place of nnx.InstanceNorm',
 )
 
 BATCH_NORM = Simple(

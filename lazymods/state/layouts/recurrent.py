@@ -25,13 +25,19 @@ _PROJECTED = Cannot(
     r"weight_hr(_l\d+)?(_reverse)?",
     "a projection of the hidden state (proj_size)",
     "proj_size=0: Flax's cells have no projection",
-    "a model in PyTorch without proj_size",
+    "torch.nn.LSTM(3, 4)  # without proj_size",
+)
+_OTHER_DIRECTION = Cannot(
+    r"(weight|bias)_(ih|hh)_l0_reverse",
+    "the direction from the end to the beginning, which nnx.RNN does not have",
+    "nnx.Bidirectional for two directions",
+    "nnx.Bidirectional(nnx.RNN(cell), nnx.RNN(other_cell), rngs=rngs)  # in place of nnx.RNN",
 )
 _MORE_LAYERS = Cannot(
-    r"(weight|bias)_(ih|hh)_l\d+(_reverse)?",
-    "a layer or direction that the module does not have",
-    "one nnx.RNN for each layer, nnx.Bidirectional for two directions: an nnx.RNN reads layer 0",
-    'a further nnx.RNN, and rename=[(r"^(.*)_l1(_reverse)?$", r"second.\\1_l0\\2")] for its entries',
+    r"(weight|bias)_(ih|hh)_l[1-9]\d*(_reverse)?",
+    "a layer that the module does not have: it is one, and reads layer 0",
+    "one nnx.RNN or nnx.Bidirectional for each layer, in an nnx.Sequential or nnx.List of that name",
+    "nnx.Sequential(nnx.RNN(cell), nnx.RNN(other_cell))  # as many as PyTorch has layers",
 )
 
 
@@ -176,7 +182,7 @@ def _zeros(weight: Part | None) -> Part | None:
 class Unrolled(Rule):
     """``nnx.RNN``: its cell reads layer 0 of PyTorch's."""
 
-    cannot: Sequence[Cannot] = (_MORE_LAYERS, _PROJECTED)
+    cannot: Sequence[Cannot] = (_OTHER_DIRECTION, _MORE_LAYERS, _PROJECTED)
 
     def inside(self, site: Site, key: Any, child: Any) -> Site:
         """Name a cell of PyTorch's by the layer; others are modules of their own."""

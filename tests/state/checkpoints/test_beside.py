@@ -343,6 +343,33 @@ def test_epsilons_are_those_of_the_norms_that_the_configuration_means(tmp_path: 
     assert told == wanted
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "llama", ["gemma2"]])
+@pytest.mark.parametrize("rename", [[], [(r"^m[.]", "")]])
+def test_scales_less_one_are_told(tmp_path: Path, kind: Any, rename: list[Any]) -> None:
+    scales = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
+    file = {"m.q_norm.weight": scales[0], "m.norm.weight": scales[1], "m.other.weight": scales[0]}
+    save_file(file, tmp_path / "m.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": {"model_type": kind}}))
+
+    def made() -> Any:
+        norms = {name: lm.LazyRMSNorm(rngs=nnx.Rngs(0)) for name in ("q_norm", "norm")}
+        return nnx.Dict(**norms, other=nnx.Dict(weight=lm.UninitializedParameter()))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lm.load(made(), tmp_path / "m.safetensors", layout="torch", rename=rename)
+    texts = [str(w.message) for w in caught]
+    line = 'rename=[lm.rules.Add(r"(^|[.])(q_norm|norm)[.]weight$", 1.0)]'
+    told = "q_norm and 1 more: model_type='gemma2' of config.json adds 1 to the file's scale; write "
+    assert texts == ([f"m.safetensors: {told}{line}"] if kind == "gemma2" else [])
+    model, rules = made(), eval(f"dict({line})", {"lm": lm})["rename"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lm.load(model, tmp_path / "m.safetensors", layout="torch", rename=rename + rules)
+    np.testing.assert_array_equal(model.norm.scale[...], scales[1] + 1)
+    np.testing.assert_array_equal(model.other.weight[...], scales[0])
+
+
 # ---------------------------------------------------------------- output layers
 
 
@@ -376,6 +403,18 @@ def test_a_table_that_is_no_vocabulary_is_no_output_layer(tmp_path: Path) -> Non
     model = nnx.Dict(**tables, score=linear(5))
     with pytest.warns(UserWarning, match="score.kernel and words.embedding are one parameter in the file"):
         lm.load(model, tmp_path / "m.safetensors", layout="torch")
+
+
+@pytest.mark.parametrize("name", ["wpe", "pos_emb", "embed_positions", "token_type_embeddings", "rel_embeddings"])
+@pytest.mark.parametrize("config", [None, {"tie_word_embeddings": True}])
+def test_a_table_of_positions_is_no_output_layer_by_its_name(tmp_path: Path, name: str, config: Any) -> None:
+    save_file({f"m.{name}.weight": np.ones((3, 4), np.float32)}, tmp_path / "m.safetensors")
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    table = nnx.Dict({name: lm.LazyEmbed(rngs=nnx.Rngs(0))})
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(nnx.Dict(m=table, score=linear(3)), tmp_path / "m.safetensors", layout="torch")
+    assert caught.value.missing == ["score.kernel"] and "Copy" not in str(caught.value)
 
 
 def test_without_that_word_the_line_to_write_is_told(tmp_path: Path) -> None:

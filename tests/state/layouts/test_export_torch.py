@@ -67,7 +67,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
         "  got:    spectral norm\n"
         "  needed: the normalized weight: PyTorch divides by the singular value of two stored vectors, "
         "nnx.SpectralNorm by one that it iterates to anew at every call\n"
-        "  write:  the layer without nnx.SpectralNorm",
+        "  write:  self.layer = layer  # without nnx.SpectralNorm",
     ),
     (
         lambda: nnx.WeightNorm(nnx.Linear(2, 2, rngs=R(0)), feature_axes=(0, 1), rngs=R(0)),

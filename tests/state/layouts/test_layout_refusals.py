@@ -56,11 +56,11 @@ m.weight (LazyConvTranspose m)
 m.running_mean (LazyInstanceNorm m)
   got:    running statistics, by which PyTorch normalizes in eval mode
   needed: track_running_stats=False: nnx.InstanceNorm normalizes by the input's own statistics
-  write:  nnx.BatchNorm, if the statistics are wanted, or rename={"m.running_mean": None} if not
+  write:  rename={"m.running_mean": None}  # drops it; if it is wanted: nnx.BatchNorm in place of nnx.InstanceNorm
 m.running_var (LazyInstanceNorm m)
   got:    running statistics, by which PyTorch normalizes in eval mode
   needed: track_running_stats=False: nnx.InstanceNorm normalizes by the input's own statistics
-  write:  nnx.BatchNorm, if the statistics are wanted, or rename={"m.running_var": None} if not""",
+  write:  rename={"m.running_var": None}  # drops it; if it is wanted: nnx.BatchNorm in place of nnx.InstanceNorm""",
     ),
     Row(
         "attention's bias_k",
@@ -70,11 +70,11 @@ m.running_var (LazyInstanceNorm m)
 m.bias_k (LazyMultiHeadAttention m)
   got:    a learned key and value (add_bias_kv=True)
   needed: add_bias_kv=False: nnx.MultiHeadAttention attends to the given keys only
-  write:  a model in PyTorch without add_bias_kv
+  write:  torch.nn.MultiheadAttention(64, 8)  # without add_bias_kv
 m.bias_v (LazyMultiHeadAttention m)
   got:    a learned key and value (add_bias_kv=True)
   needed: add_bias_kv=False: nnx.MultiHeadAttention attends to the given keys only
-  write:  a model in PyTorch without add_bias_kv""",
+  write:  torch.nn.MultiheadAttention(64, 8)  # without add_bias_kv""",
     ),
     Row(
         "attention over keys and values of two widths",
@@ -113,13 +113,13 @@ m.in_proj_weight (LazyMultiHeadAttention m)
         | {"m.bias_ih_l0_reverse": ones(2)},
         """\
 m.bias_ih_l0_reverse (RNN m)
-  got:    a layer or direction that the module does not have
-  needed: one nnx.RNN for each layer, nnx.Bidirectional for two directions: an nnx.RNN reads layer 0
-  write:  a further nnx.RNN, and rename=[(r"^(.*)_l1(_reverse)?$", r"second.\\1_l0\\2")] for its entries
+  got:    the direction from the end to the beginning, which nnx.RNN does not have
+  needed: nnx.Bidirectional for two directions
+  write:  nnx.Bidirectional(nnx.RNN(cell), nnx.RNN(other_cell), rngs=rngs)  # in place of nnx.RNN
 m.weight_ih_l1 (RNN m)
-  got:    a layer or direction that the module does not have
-  needed: one nnx.RNN for each layer, nnx.Bidirectional for two directions: an nnx.RNN reads layer 0
-  write:  a further nnx.RNN, and rename=[(r"^(.*)_l1(_reverse)?$", r"second.\\1_l0\\2")] for its entries""",
+  got:    a layer that the module does not have: it is one, and reads layer 0
+  needed: one nnx.RNN or nnx.Bidirectional for each layer, in an nnx.Sequential or nnx.List of that name
+  write:  nnx.Sequential(nnx.RNN(cell), nnx.RNN(other_cell))  # as many as PyTorch has layers""",
     ),
     Row(
         "a projected LSTM",
@@ -129,7 +129,7 @@ m.weight_ih_l1 (RNN m)
 m.weight_hr (LazyOptimizedLSTMCell m)
   got:    a projection of the hidden state (proj_size)
   needed: proj_size=0: Flax's cells have no projection
-  write:  a model in PyTorch without proj_size""",
+  write:  torch.nn.LSTM(3, 4)  # without proj_size""",
     ),
     Row(
         "a residual cell",
@@ -232,7 +232,7 @@ m.weight_g (LazyLinear m)
 m.weight (LazyEinsum m)
   got:    a weight for an nnx.Einsum, whose equation may put its axes in any order
   needed: an entry by Flax's name (kernel), in Flax's order: PyTorch has no such layer
-  write:  nnx.Linear in its place, or rename={"m.weight": "m.kernel"} with the axes in Flax's order""",
+  write:  rename={"m.weight": "m.kernel"}  # with the axes in Flax's order; or nnx.Linear in its place""",
     ),
     Row(
         "a general linear map of several axes",

@@ -27,6 +27,7 @@ LAYERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "OptimizedLSTMCell": (lambda: torch.nn.LSTM(N, N, batch_first=True), rnn(nnx.OptimizedLSTMCell)),
     "ResetAfterGRUCell": (lambda: torch.nn.GRU(N, N, batch_first=True), rnn(lm.ResetAfterGRUCell)),
     "Linear": (lambda: torch.nn.Linear(N, N), lambda rngs: nnx.Linear(N, N, rngs=rngs)),
+    "LayerNorm": (lambda: torch.nn.LayerNorm(N), lambda rngs: nnx.LayerNorm(N, epsilon=1e-5, rngs=rngs)),
     "LinearGeneral": (lambda: torch.nn.Linear(N, N), lambda rngs: nnx.LinearGeneral(N, N, rngs=rngs)),
     "LinearGeneral of heads": (lambda: torch.nn.Linear(N, N), lambda rngs: nnx.LinearGeneral(N, (2, 2), rngs=rngs)),
 }
@@ -41,7 +42,8 @@ def test_square_layers_of_a_stack(name: str) -> None:
     stack = {f"m.{key}": torch.stack([layer.state_dict()[key] for layer in layers]) for key in layers[0].state_dict()}
     made = nnx.vmap(lambda key: build(nnx.Rngs(key)), in_axes=0, out_axes=0)(jax.random.split(jax.random.key(0), N))
     model = nnx.Dict(m=made)
-    lm.load(model, stack, layout="torch")
+    out = lm.export_torch(model, like=lm.load(model, stack, layout="torch"))
+    assert list(out) == list(stack) and all(np.array_equal(out[key], value.numpy()) for key, value in stack.items())
     x = np.random.RandomState(1).randn(2, 3, N).astype(np.float32)
     run = nnx.vmap(lambda layer, y: layer(y), in_axes=(0, None))
     with jax.default_matmul_precision("highest"):

@@ -78,6 +78,11 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], Any]] = {
         lambda: nnx.Dict(a=attention()),
         None,
     ),
+    "attention of layers, o_proj": (
+        lambda: named(a=Projections("q_proj", "k_proj", "v_proj", "o_proj")),
+        lambda: nnx.Dict(a=attention()),
+        None,
+    ),
     "attention by Flax's words": (
         lambda: named(a=Projections("query", "key", "value", "out")),
         lambda: nnx.Dict(a=attention()),
@@ -364,3 +369,33 @@ def test_a_load_of_flax_s_names_has_a_way_back(tmp_path: Path) -> None:
     out = lm.export_torch(model, like=result)
     assert list(out) == ["x_0.kernel", "x_0.bias"]
     np.testing.assert_array_equal(out["x_0.kernel"], jnp.asarray(model.x[0].kernel[...]))
+
+
+OWN_NAMES: dict[str, tuple[Callable[[], Any], dict[str, tuple[int, ...]], Any]] = {
+    "Conv1D's kernel": (lambda: linear(4), {"weight": (3, 4), "bias": (4,)}, (r"weight$", "kernel")),
+    "a convolution of TensorFlow": (
+        lambda: lm.LazyConv(4, (2, 2), use_bias=False, rngs=R(0)), {"weight": (2, 2, 3, 4)}, ("weight", "kernel"),
+    ),
+    "half of a norm": (
+        lambda: lm.LazyBatchNorm(rngs=R(0)),
+        {"weight": (3,), "bias": (3,), "running_mean": (3,), "running_var": (3,)},
+        ("weight", "scale"),
+    ),
+    "a table": (lambda: lm.LazyEmbed(rngs=R(0)), {"weight": (5, 3)}, ("weight", "embedding")),
+    "attention's heads": (
+        lambda: lm.LazyMultiHeadAttention(2, use_bias=False, decode=False, rngs=R(0)),
+        {"q.w": (4, 2, 2), "k.w": (4, 2, 2), "v.w": (4, 2, 2), "o.w": (2, 2, 4)},
+        lambda name: f"m.{dict(q='query', k='key', v='value', o='out')[name[2]]}.kernel",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_NAMES)
+def test_what_a_rename_has_given_flax_s_names(name: str) -> None:
+    make, shapes, change = OWN_NAMES[name]
+    draw = np.random.default_rng(0)
+    file = {f"m.{leaf}": draw.normal(size=shape).astype(np.float32) for leaf, shape in shapes.items()}
+    model = model_of(m=make())
+    rename: Any = change if callable(change) else [change]
+    out = lm.export_torch(model, like=lm.load(model, file, layout="torch", rename=rename))
+    assert list(out) == list(file) and all(np.array_equal(out[key], file[key]) for key in file)
