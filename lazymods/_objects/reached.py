@@ -63,14 +63,17 @@ def held_by(node: Any, kind: TokenKind | None = None) -> Any:
     return _attributes(node, "__dict__") if kind in (TokenKind.NODE, TokenKind.OBJECT) else node
 
 
+def defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return the defaults that a function has now, by the names of its parameters."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    with_default = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return {**dict(zip(with_default, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+
+
 def parts_of_callable(value: Any) -> list[Any]:
     """Return what a callable holds, in a fixed order: cells, defaults, attributes, or the function that it wraps."""
     if isinstance(value, types.FunctionType):
-        found = [in_cell(cell) for cell in value.__closure__ or ()]
-        found += value.__defaults__ or ()
-        found += (value.__kwdefaults__ or {}).values()
-        found += vars(value).values()
-        return found
+        return [*map(in_cell, value.__closure__ or ()), *defaults_of(value).values(), *vars(value).values()]
     if isinstance(value, _PLAIN):
         return []
     if is_jit(value):
@@ -82,9 +85,7 @@ def parts_of_callable(value: Any) -> list[Any]:
 def names_in_callable(value: Any) -> list[str]:
     """Return the names of what a callable holds, in the order of :func:`parts_of_callable`."""
     if isinstance(value, types.FunctionType):
-        code, count = value.__code__, len(value.__defaults__ or ())
-        with_default = code.co_varnames[code.co_argcount - count : code.co_argcount]
-        return [*code.co_freevars, *with_default, *(value.__kwdefaults__ or {}), *vars(value)]
+        return [*value.__code__.co_freevars, *defaults_of(value), *vars(value)]
     return ["__wrapped__"] if is_jit(value) else list(vars(value))
 
 

@@ -18,6 +18,7 @@ from lazymods._objects.attributes import slots_of
 from lazymods._objects.module_attributes import attribute
 from lazymods._objects.reached import (
     MISSING,
+    defaults_of,
     global_names,
     held_by,
     holds_model,
@@ -78,6 +79,14 @@ class _Attribute(NamedTuple):
 
     def value(self) -> Any:
         return attribute(self.owner, self.name, MISSING)
+
+
+class _Default(NamedTuple):
+    function: types.FunctionType
+    name: str
+
+    def value(self) -> Any:
+        return defaults_of(self.function).get(self.name, MISSING)
 
 
 class _Fixed(NamedTuple):
@@ -259,9 +268,10 @@ class Captures:
             if isinstance(function.__func__, types.FunctionType):  # of a class: self is one
                 self._look_into(function.__self__, {*global_names(function.__func__.__code__)})
         elif isinstance(function, functools.partial):
-            given = {f"args[{i}]": value for i, value in enumerate(function.args)} | function.keywords
-            for name, value in given.items():
-                self._add(_Fixed(value, name), value)
+            for i, value in enumerate(function.args):
+                self._add(_Fixed(value, f"args[{i}]"), value)
+            for name, value in function.keywords.items():  # a dict to which anyone may write
+                self._add(_Global(function.keywords, name), value)
             self._follow(function.func)
         elif isinstance(function, types.FunctionType):
             if id(function) not in self._functions:
@@ -277,14 +287,16 @@ class Captures:
 
     def _follow_code(self, function: types.FunctionType) -> None:
         self.functions.append(function)
-        code, defaults = function.__code__, function.__defaults__ or ()
-        names, space = set(global_names(code)), function.__globals__
+        code, space = function.__code__, function.__globals__
+        names = set(global_names(code))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._add(_Cell(cell, name), in_cell(cell))
             self._look_into(in_cell(cell), names)
-        with_default = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
-        for name, value in (*zip(with_default, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
-            self._add(_Fixed(value, name), value)
+        for name, value in defaults_of(function).items():
+            self._add(_Default(function, name), value)
+        for name, value in vars(function).items():
+            if holds_model(value):
+                self._add(_Global(vars(function), name), value)
         for name in self._found(loaded_names(code), space, space):
             self._add(_Global(space, name), space[name])
             self._look_into(space[name], names)
@@ -332,7 +344,7 @@ class Captures:
                 return
         if isinstance(value, (types.ModuleType, type)):
             return
-        mark = (type(source), id(source[0]), source.name if type(source) in (_Global, _Attribute) else None)
+        mark = (type(source), id(source[0]), None if type(source) in (_Cell, _Fixed) else source.name)
         if mark not in self._seen:
             self._seen.add(mark)
             self.sources.append(source)
