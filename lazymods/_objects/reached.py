@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import itertools
 import sys
 import types
@@ -28,6 +29,7 @@ LIBRARIES = sys.stdlib_module_names | {
 MISSING = object()  # what is in a cell without a value
 _JITS: tuple[type, ...] = (type(jax.jit(lambda: None)), JIT_OF_FLAX)
 _PLAIN = (type, types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType)
+_HASHED = (TokenKind.DICT, TokenKind.SET)
 _DEPTH = 8  # so many containers deep is a model looked for
 _PARTS = 1_000  # in so many of them, and in so many parts of each
 _attributes = object.__getattribute__  # classes may answer for vars() themselves
@@ -89,6 +91,16 @@ def names_in_callable(value: Any) -> list[str]:
     return ["__wrapped__"] if is_jit(value) else list(vars(value))
 
 
+def dict_of(proxy: types.MappingProxyType[Any, Any]) -> Any:
+    """Return the dict of which a proxy is a view."""
+    return gc.get_referents(proxy)[0]
+
+
+def looked_up(held: Any, kind: TokenKind) -> list[Any]:
+    """Return what is found in a container by its hash and may be changed: keys of a dict, items of a set."""
+    return [v for v in list(held) if kind_of(v) is not TokenKind.ATOM] if kind in _HASHED else []
+
+
 def parts_of(value: Any, kind: TokenKind) -> Iterator[Any]:
     """Yield what a container, bound method or partial function holds."""
     if kind is TokenKind.METHOD:
@@ -97,8 +109,12 @@ def parts_of(value: Any, kind: TokenKind) -> Iterator[Any]:
     if kind is TokenKind.PARTIAL:
         yield from (value.func, value.args, value.keywords)
         return
+    if kind is TokenKind.PROXY:
+        yield dict_of(value)
+        return
     held = held_by(value, kind)
     yield from () if kind is TokenKind.SET else list(held.values()) if isinstance(held, dict) else held
+    yield from looked_up(held, kind)
     if kind is not TokenKind.OBJECT and type(value).__dictoffset__:  # the attributes of a container of the user's
         yield vars(value)
 
