@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import functools
 import operator
@@ -23,6 +24,9 @@ def refill(held: Any, contents: Any) -> None:
 
     Both steps are one call of a function in C, so that no other thread finds the container empty.
     """
+    if isinstance(held, array.array):
+        held[:] = array.array(held.typecode, contents)
+        return
     put = held.extend if isinstance(held, _SEQUENCES) else held.update  # a dict may have any attribute
     _exhaust(map(operator.call, (held.clear, functools.partial(put, contents))))
 
@@ -81,8 +85,8 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back."""
-        for array, contents in self._arrays:
-            array[...] = contents
+        for values, contents in self._arrays:
+            values[...] = contents
         for ledger, saved in self._ledgers.values():
             ledger.restore(saved)
         for node, cls, attributes in self._nodes:

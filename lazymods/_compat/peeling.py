@@ -11,6 +11,7 @@ from typing import Any
 from jax._src.interpreters.ad import JVPTrace, JVPTracer, LinearizeTrace, LinearizeTracer
 from jax._src.interpreters.batching import BatchTrace, BatchTracer
 
+from lazymods._compat.abstract import OperationByOperation
 from lazymods._compat.finding import require
 from lazymods._compat.traces import EVAL
 
@@ -22,8 +23,8 @@ _TRACES = (JVPTrace, LinearizeTrace, BatchTrace)
 
 
 def base_trace(trace: Any) -> Any:
-    """Return the trace beneath derivatives and vmap."""
-    while isinstance(trace, _TRACES):
+    """Return the trace beneath derivatives and vmap, and blocks in which gradients are off (:mod:`.grad_modes`)."""
+    while isinstance(trace, _TRACES) or (isinstance(trace, OperationByOperation) and hasattr(trace, "parent_trace")):
         trace = trace.parent_trace  # set in the constructor of each
     return trace
 

@@ -12,6 +12,7 @@ never reads is no part of its program.
 from __future__ import annotations
 
 import abc
+import array
 import contextlib
 import copy
 import functools
@@ -27,9 +28,10 @@ from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem
 from lazymods._objects.attributes import has_hidden_state, new_object, new_tuple, slots_of
 from lazymods._objects.module_attributes import attribute, swapped
-from lazymods._objects.reached import global_names, in_cell, is_jit, is_library, parts_of_callable
+from lazymods._objects.reached import dict_of, global_names, in_cell, is_jit, is_library, parts_of_callable
 from lazymods._objects.tokens import TokenKind, kind_of
 from lazymods._objects.traced_state import Reads, TracedState, contents_of, held_by, put_item
+from lazymods._snapshot import refill
 
 
 class Copies:
@@ -68,7 +70,7 @@ class Copies:
             raw = variable.get_raw_value()
             twin = _compat.new_variable(type(variable), raw, {})
             self._note(variable, twin)
-        for node in fresh:
+        for node in sorted(fresh, key=_is_hashed):
             self._fill(node, traced_state.contents_before(node))
         for variable in variables:
             metadata = {k: self.of(v) for k, v in _compat.raw_metadata(variable).items()}
@@ -80,7 +82,7 @@ class Copies:
         if isinstance(original, nnx.Variable):
             self._memo[id(original)].set_raw_value(value)
         else:
-            put_item(held_by(self._memo[id(original)]), key, value)
+            put_item(held_by(self._memo[id(original)]), self.of(key), value)
 
     def renew(self, traced_state: TracedState) -> list[Any]:
         """Copy what is new in a layer that was just initialized.
@@ -149,6 +151,18 @@ class Copies:
         """Return what a value is the twin of; the value itself if it is no twin."""
         return self._originals.get(id(value), value)
 
+    def by_original(self, contents: Any) -> Any:
+        """Return what a twin holds under the keys of what it is the twin of."""
+        if not isinstance(contents, dict) or all(type(key) is str for key in contents):
+            return contents
+        return {self._original_key(key): value for key, value in contents.items()}
+
+    def _original_key(self, key: Any) -> Any:
+        if kind_of(key) is not TokenKind.TUPLE:
+            return self.original(key)
+        parts = [self._original_key(part) for part in key]
+        return key if all(a is b for a, b in zip(parts, key, strict=True)) else new_tuple(type(key), parts)
+
     def swap(self, owner: Any, name: str) -> None:
         """Let an attribute of a module or class hold the twin of what it holds, while :meth:`swapped` lasts."""
         value = attribute(owner, name)
@@ -193,6 +207,9 @@ class Copies:
             return types.MethodType(function, owner) if changed else value
         if kind is TokenKind.PARTIAL:
             return self._partial(value)
+        if kind is TokenKind.PROXY:
+            held = self.of(dict_of(value))
+            return value if held is dict_of(value) else types.MappingProxyType(held)
         return value
 
     def _partial(self, value: Any) -> Any:
@@ -214,6 +231,8 @@ class Copies:
             return self._touches(value.__self__) or self._touches(value.__func__)
         if kind is TokenKind.PARTIAL:
             return any(map(self._touches, (value.func, *value.args, *value.keywords.values())))
+        if kind is TokenKind.PROXY:
+            return self._touches(dict_of(value))
         if kind is not TokenKind.ATOM or not callable(value) or isinstance(value, type):
             return False
         known = self._touched.get(id(value))
@@ -298,7 +317,9 @@ class Copies:
             return self._empty_object(node)
         if type(node) in (dict, list, set):
             return type(node)()
-        twin = node.copy() if hasattr(node, "copy") else type(node)(node)
+        if isinstance(node, array.array):
+            return array.array.__new__(type(node), node.typecode)
+        twin = node.copy()
         if type(twin) is not type(node):
             twin = copy.copy(node)
         return twin
@@ -316,7 +337,7 @@ class Copies:
         twin = self._memo[id(node)]
         kind = kind_of(node)
         if isinstance(contents, dict):
-            items = {k: self.of(v) for k, v in contents.items()}
+            items = {k if type(k) is str else self.of(k): self.of(v) for k, v in contents.items()}
             if kind is TokenKind.NODE:
                 items[_compat.STATE] = _compat.new_state()
                 held_by(twin, kind).update(items)
@@ -326,9 +347,12 @@ class Copies:
                 held.clear()
             held.update(items)
         elif not slots_of(type(twin)) or kind is not TokenKind.OBJECT:
-            twin.clear()
-            items = [self.of(v) for v in contents]
-            twin.update(items) if isinstance(contents, set) else twin.extend(items)
+            refill(twin, [self.of(v) for v in contents])
+
+
+def _is_hashed(node: Any) -> bool:
+    """Whether a node is filled after others: to hash what is in it may take what that holds."""
+    return kind_of(node) in (TokenKind.DICT, TokenKind.SET)
 
 
 def items_of(raw: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
 import itertools
 import sys
 import types
@@ -28,6 +29,7 @@ LIBRARIES = sys.stdlib_module_names | {
 MISSING = object()  # what is in a cell without a value
 _JITS: tuple[type, ...] = (type(jax.jit(lambda: None)), JIT_OF_FLAX)
 _PLAIN = (type, types.BuiltinFunctionType, types.MethodWrapperType, types.WrapperDescriptorType)
+_HASHED = (TokenKind.DICT, TokenKind.SET)
 _DEPTH = 8  # so many containers deep is a model looked for
 _PARTS = 1_000  # in so many of them, and in so many parts of each
 _attributes = object.__getattribute__  # classes may answer for vars() themselves
@@ -63,14 +65,17 @@ def held_by(node: Any, kind: TokenKind | None = None) -> Any:
     return _attributes(node, "__dict__") if kind in (TokenKind.NODE, TokenKind.OBJECT) else node
 
 
+def defaults_of(function: types.FunctionType) -> dict[str, Any]:
+    """Return the defaults that a function has now, by the names of its parameters."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    with_default = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return {**dict(zip(with_default, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+
+
 def parts_of_callable(value: Any) -> list[Any]:
     """Return what a callable holds, in a fixed order: cells, defaults, attributes, or the function that it wraps."""
     if isinstance(value, types.FunctionType):
-        found = [in_cell(cell) for cell in value.__closure__ or ()]
-        found += value.__defaults__ or ()
-        found += (value.__kwdefaults__ or {}).values()
-        found += vars(value).values()
-        return found
+        return [*map(in_cell, value.__closure__ or ()), *defaults_of(value).values(), *vars(value).values()]
     if isinstance(value, _PLAIN):
         return []
     if is_jit(value):
@@ -82,10 +87,18 @@ def parts_of_callable(value: Any) -> list[Any]:
 def names_in_callable(value: Any) -> list[str]:
     """Return the names of what a callable holds, in the order of :func:`parts_of_callable`."""
     if isinstance(value, types.FunctionType):
-        code, count = value.__code__, len(value.__defaults__ or ())
-        with_default = code.co_varnames[code.co_argcount - count : code.co_argcount]
-        return [*code.co_freevars, *with_default, *(value.__kwdefaults__ or {}), *vars(value)]
+        return [*value.__code__.co_freevars, *defaults_of(value), *vars(value)]
     return ["__wrapped__"] if is_jit(value) else list(vars(value))
+
+
+def dict_of(proxy: types.MappingProxyType[Any, Any]) -> Any:
+    """Return the dict of which a proxy is a view."""
+    return gc.get_referents(proxy)[0]
+
+
+def looked_up(held: Any, kind: TokenKind) -> list[Any]:
+    """Return what is found in a container by its hash and may be changed: keys of a dict, items of a set."""
+    return [v for v in list(held) if kind_of(v) is not TokenKind.ATOM] if kind in _HASHED else []
 
 
 def parts_of(value: Any, kind: TokenKind) -> Iterator[Any]:
@@ -96,8 +109,12 @@ def parts_of(value: Any, kind: TokenKind) -> Iterator[Any]:
     if kind is TokenKind.PARTIAL:
         yield from (value.func, value.args, value.keywords)
         return
+    if kind is TokenKind.PROXY:
+        yield dict_of(value)
+        return
     held = held_by(value, kind)
     yield from () if kind is TokenKind.SET else list(held.values()) if isinstance(held, dict) else held
+    yield from looked_up(held, kind)
     if kind is not TokenKind.OBJECT and type(value).__dictoffset__:  # the attributes of a container of the user's
         yield vars(value)
 

@@ -8,6 +8,7 @@ object, remembered by a weak reference where Python has one.
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import enum
 import functools
@@ -24,7 +25,7 @@ from flax.typing import HashableMapping
 from jax.core import Tracer
 
 from lazymods import _compat
-from lazymods._objects.attributes import slots_of
+from lazymods._objects.attributes import Attributes, slots_of
 
 
 class TokenKind(enum.IntEnum):
@@ -35,13 +36,14 @@ class TokenKind(enum.IntEnum):
     TUPLE = 2  # immutable, looked into
     METHOD = 3
     PARTIAL = 4
-    VARIABLE = 5
-    NODE = 6  # an nnx object
-    OBJECT = 7  # any other object with attributes or slots
-    DICT = 8
-    LIST = 9
-    SET = 10
-    QUEUE = 11
+    PROXY = 5  # a view of a dict
+    VARIABLE = 6
+    NODE = 7  # an nnx object
+    OBJECT = 8  # any other object with attributes or slots
+    DICT = 9
+    LIST = 10
+    SET = 11
+    QUEUE = 12
 
 
 # Instances of these packages' classes are looked at from outside: their state is not the user's.
@@ -76,10 +78,11 @@ _BUILTIN: dict[TokenKind, Any] = {
     TokenKind.TUPLE: tuple,
     TokenKind.METHOD: types.MethodType,
     TokenKind.PARTIAL: functools.partial,
+    TokenKind.PROXY: types.MappingProxyType,
     TokenKind.DICT: dict,
     TokenKind.LIST: list,
     TokenKind.SET: set,
-    TokenKind.QUEUE: (collections.deque, bytearray),
+    TokenKind.QUEUE: (collections.deque, bytearray, array.array),
 }
 
 
@@ -90,12 +93,45 @@ _WITHOUT_STATE = (
 )
 
 
-_BUILTIN_VALUES = (int, float, complex, str, bytes, frozenset)  # also of a class of the user's: nobody can change one
+_BUILTIN_VALUES = (int, float, complex, str, bytes, frozenset)  # also of a class of the user's
 
 
 def kind_of(value: Any) -> TokenKind:
     """Tell what a value is to a walk."""
-    return kind_of_type(type(value))
+    kind = kind_of_type(type(value))
+    return TokenKind.ATOM if kind is TokenKind.ARRAY and _is_foreign(value) else kind
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether a value is an array of numpy that JAX does not take: of texts, times, records, objects."""
+    if not isinstance(value, np.ndarray) or value.dtype == jax.dtypes.float0:
+        return False
+    return value.dtype.kind in "OSUMm" or value.dtype.type is np.void
+
+
+def can_change(value: Any) -> bool:
+    """Whether an atom can get another token: one with attributes, or one to whose items anyone may write."""
+    if isinstance(value, (memoryview, np.ndarray)):
+        return True
+    return isinstance(value, _BUILTIN_VALUES) and bool(type(value).__dictoffset__) and not isinstance(value, enum.Enum)
+
+
+def content(value: Any) -> Hashable:
+    """Return what is in an array of numpy, or in a view of memory."""
+    if not isinstance(value, np.ndarray):
+        return (memoryview, value.format, value.shape, value.tobytes())
+    items = tuple(map(token, value.ravel())) if value.dtype.kind == "O" else value.tobytes()
+    return (np.ndarray, value.dtype, value.shape, items)
+
+
+def attributes_now(value: Any) -> Hashable:
+    """Return what stands for the attributes and slots that a value has now, and that are not looked into."""
+    return tuple((name, token(held)) for name, held in Attributes(value).items())
+
+
+def token_now(value: Any) -> Hashable:
+    """Return the token of an atom, with its attributes if its class gives it some."""
+    return (token(value), attributes_now(value)) if isinstance(value, _BUILTIN_VALUES) else token(value)
 
 
 class SameObject:
@@ -146,6 +182,8 @@ def token(value: Any) -> Hashable:
         return (np.dtype if isinstance(value, np.dtype) else cls, value)
     if isinstance(value, np.generic):
         return (cls, value.tobytes(), value.dtype)  # a time has its unit in its dtype
+    if cls is memoryview or _is_foreign(value):
+        return content(value)
     if cls is frozenset:
         return (cls, frozenset(map(token, value)))
     if cls is slice or cls is range:

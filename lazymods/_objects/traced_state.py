@@ -6,13 +6,14 @@ which values of arrays don't count. Tuples are part of what holds them.
 
 Arrays in nnx objects, plain objects, dicts and lists are in *slots*: they can be read and written there, and are inputs
 of a program. Those in a partial function, in the metadata of a Variable or in an object with ``__slots__`` are part of
-the structure, each by identity. So is all that a function holds besides models and what holds those.
+the structure, each by identity, those of numpy by what is in them. What a function holds besides models and what holds
+those is part of it by identity.
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,25 @@ from lazymods import _compat
 from lazymods._graph import STATE as LAZY
 from lazymods._initial.pending import PendingInit
 from lazymods._objects.attributes import has_hidden_state, new_tuple, slots_of
-from lazymods._objects.reached import held_by, holds_model, is_looked_into, names_in_callable, parts_of_callable
-from lazymods._objects.tokens import SameObject, TokenKind, kind_of, token
+from lazymods._objects.reached import (
+    dict_of,
+    held_by,
+    holds_model,
+    is_looked_into,
+    looked_up,
+    names_in_callable,
+    parts_of_callable,
+)
+from lazymods._objects.tokens import (
+    SameObject,
+    TokenKind,
+    attributes_now,
+    can_change,
+    content,
+    kind_of,
+    token,
+    token_now,
+)
 
 _HIDDEN = _compat.STATE  # flax's record of the trace in which an object was born
 _WHOLE = "__dict__"  # whoever reads this reads everything
@@ -80,6 +98,7 @@ class TracedState:
         key: The structure, hashable.
         paths: Where each token of the key was met, for messages: a list beside ``tokens``.
         callables: Each callable that was looked into, and what it holds, as ``parts_of_callable`` tells it.
+        looks: What is compared by what is in it: how to look at it, the value, and what was found.
         ordered: The dicts whose order matters; that of an ``nnx.State``, which sorts its keys, does not.
         lazy: Whether a layer or a parameter is uninitialized.
     """
@@ -95,6 +114,7 @@ class TracedState:
         self.paths: list[tuple[Any, ...]] = []
         self.callables: list[tuple[Any, list[Any]]] = []
         self.ordered: list[Any] = []
+        self.looks: list[tuple[Callable[[Any], Hashable], Any, Hashable]] = []
         self.lazy: bool = False
         self._in_state = 0
         self._static = static
@@ -122,7 +142,7 @@ class TracedState:
         """Note a value; return whether it is, or holds in a tuple, an array."""
         kind = kind_of(value)
         if kind is TokenKind.ATOM:
-            self._emit(token(value), path)
+            self._emit(self._now(token_now, value) if can_change(value) else token(value), path)
             if is_looked_into(value):
                 self._visit_callable(value, path)
         elif kind is TokenKind.ARRAY:
@@ -138,6 +158,9 @@ class TracedState:
         elif kind is TokenKind.PARTIAL:
             self._emit(type(value), path)
             self._visit_fixed([(name, getattr(value, name)) for name in ("func", "args", "keywords")], path)
+        elif kind is TokenKind.PROXY:
+            self._emit(type(value), path)
+            self._visit_fixed([("its dict", dict_of(value))], path)
         elif id(value) in self._numbers:
             self._emit((kind is TokenKind.VARIABLE, self._numbers[id(value)]), path)
         elif kind is TokenKind.VARIABLE:
@@ -147,9 +170,14 @@ class TracedState:
         return False
 
     def _array_token(self, array: Any) -> Any:
-        if self._static and isinstance(array, np.ndarray):  # it may be written to
-            return (np.ndarray, array.dtype, array.shape, array.tobytes())
+        if self._fixed and isinstance(array, np.ndarray):  # it may be written to
+            return self._now(content, array)
         return token(array) if self._fixed else TokenKind.ARRAY
+
+    def _now(self, look: Callable[[Any], Hashable], value: Any) -> Hashable:
+        """Return what a look at a value finds, and note that each call is to look again."""
+        self.looks.append((look, value, found := look(value)))
+        return found
 
     def _visit_callable(self, value: Any, path: tuple[Any, ...]) -> None:
         if id(value) in self._looked_into:
@@ -183,15 +211,15 @@ class TracedState:
             self._visit_attributes(node, path)
         elif has_hidden_state(type(node)):
             self._emit(SameObject(node), path)
-        if kind is TokenKind.SET:
-            self._emit(frozenset(map(token, self.contents[number])), path)
-            return
+        if kind > TokenKind.OBJECT:
+            self._visit_container(node, kind, self.contents[number], path)
         if kind is TokenKind.DICT and not self._in_state:
             self.ordered.append(node)
         is_state = isinstance(node, nnx.State)
         self._in_state += is_state
         before, self._fixed = self._fixed, self._static or (kind is TokenKind.OBJECT and bool(slots_of(type(node))))
-        self._visit_items(node, kind, self.contents[number], path)
+        if kind is not TokenKind.SET:
+            self._visit_items(node, kind, self.contents[number], path)
         self._fixed = before
         self._in_state -= is_state
 
@@ -205,12 +233,24 @@ class TracedState:
 
     def _visit_attributes(self, container: Any, path: tuple[Any, ...]) -> None:
         """Note the attributes that a container has besides its items, if its class is one of the user's."""
-        if type(container).__dictoffset__ and kind_of(container) is not TokenKind.NODE:
+        if kind_of(container) is TokenKind.NODE:
+            return
+        if slots_of(type(container)):
+            self._emit(self._now(attributes_now, container), path)
+        if type(container).__dictoffset__:
             self._visit(vars(container), (*path, "__dict__"))
 
-    def _visit_items(self, node: Any, kind: TokenKind, contents: Any, path: tuple[Any, ...]) -> None:
+    def _visit_container(self, node: Any, kind: TokenKind, contents: Any, path: tuple[Any, ...]) -> None:
+        """Note what a container is besides its items, and what its items are found by."""
         if kind is TokenKind.QUEUE:
-            self._emit(getattr(node, "maxlen", None), path)
+            self._emit((getattr(node, "maxlen", None), getattr(node, "typecode", None)), path)
+        if kind is TokenKind.SET:
+            self._emit(frozenset(map(token, contents)), path)
+        if isinstance(node, collections.defaultdict):
+            self._emit(self._now(_factory, node), path)
+        self._visit_fixed([("a key", part) for part in looked_up(contents, kind)], path)
+
+    def _visit_items(self, node: Any, kind: TokenKind, contents: Any, path: tuple[Any, ...]) -> None:
         items: Iterable[tuple[Any, Any]] = enumerate(contents) if isinstance(contents, list) else contents.items()
         if kind is TokenKind.NODE:  # numbers don't depend on the order of attributes: transforms of NNX sort them
             before, items = items, sorted(items)
@@ -226,6 +266,10 @@ class TracedState:
                 self._emit(tuple(value.items()), path)
             elif self._visit(value, (*path, key)):
                 self.slots.append((node, key))
+
+
+def _factory(values: collections.defaultdict[Any, Any]) -> Hashable:
+    return token(values.default_factory)
 
 
 def put_item(held: Any, key: Any, value: Any) -> None:

@@ -14,10 +14,13 @@ import weakref
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from lazymods._objects.attributes import slots_of
 from lazymods._objects.module_attributes import attribute
 from lazymods._objects.reached import (
     MISSING,
+    defaults_of,
     global_names,
     held_by,
     holds_model,
@@ -28,7 +31,16 @@ from lazymods._objects.reached import (
     parts_of,
     parts_of_callable,
 )
-from lazymods._objects.tokens import SameObject, TokenKind, kind_of, token
+from lazymods._objects.tokens import (
+    SameObject,
+    TokenKind,
+    attributes_now,
+    can_change,
+    content,
+    kind_of,
+    token,
+    token_now,
+)
 from lazymods._objects.traced_state import Reads, slot_shape
 
 
@@ -78,6 +90,14 @@ class _Attribute(NamedTuple):
 
     def value(self) -> Any:
         return attribute(self.owner, self.name, MISSING)
+
+
+class _Default(NamedTuple):
+    function: Any
+    name: str
+
+    def value(self) -> Any:
+        return defaults_of(self.function).get(self.name, MISSING)
 
 
 class _Fixed(NamedTuple):
@@ -259,9 +279,10 @@ class Captures:
             if isinstance(function.__func__, types.FunctionType):  # of a class: self is one
                 self._look_into(function.__self__, {*global_names(function.__func__.__code__)})
         elif isinstance(function, functools.partial):
-            given = {f"args[{i}]": value for i, value in enumerate(function.args)} | function.keywords
-            for name, value in given.items():
-                self._add(_Fixed(value, name), value)
+            given: list[Any] = [_Fixed(value, f"args[{i}]") for i, value in enumerate(function.args)]
+            given += [_Global(function.keywords, name) for name in function.keywords]  # to which anyone may write
+            for source in given:
+                self._add(source, source.value())
             self._follow(function.func)
         elif isinstance(function, types.FunctionType):
             if id(function) not in self._functions:
@@ -277,14 +298,16 @@ class Captures:
 
     def _follow_code(self, function: types.FunctionType) -> None:
         self.functions.append(function)
-        code, defaults = function.__code__, function.__defaults__ or ()
-        names, space = set(global_names(code)), function.__globals__
+        code, space = function.__code__, function.__globals__
+        names = set(global_names(code))
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self._add(_Cell(cell, name), in_cell(cell))
             self._look_into(in_cell(cell), names)
-        with_default = code.co_varnames[: code.co_argcount][code.co_argcount - len(defaults) :]
-        for name, value in (*zip(with_default, defaults, strict=True), *(function.__kwdefaults__ or {}).items()):
-            self._add(_Fixed(value, name), value)
+        for name, value in defaults_of(function).items():
+            self._add(_Default(function, name), value)
+        for name, value in vars(function).items():
+            if holds_model(value):
+                self._add(_Global(vars(function), name), value)
         for name in self._found(loaded_names(code), space, space):
             self._add(_Global(space, name), space[name])
             self._look_into(space[name], names)
@@ -332,7 +355,7 @@ class Captures:
                 return
         if isinstance(value, (types.ModuleType, type)):
             return
-        mark = (type(source), id(source[0]), source.name if type(source) in (_Global, _Attribute) else None)
+        mark = (type(source), id(source[0]), None if type(source) in (_Cell, _Fixed) else source.name)
         if mark not in self._seen:
             self._seen.add(mark)
             self.sources.append(source)
@@ -383,10 +406,10 @@ class _Reader:
             self.variables.append(value)
             self.tokens.append(TokenKind.VARIABLE)
         elif kind is TokenKind.ARRAY:
-            self.tokens.append(token(value))
+            self.tokens.append(content(value) if isinstance(value, np.ndarray) else token(value))
             self.arrays.append(value)
         elif kind is TokenKind.ATOM and not is_looked_into(value):
-            self.tokens.append(token(value))
+            self.tokens.append(token_now(value) if can_change(value) else token(value))
         elif id(value) in self._seen:
             self.tokens.append(self._seen[id(value)])
         else:
@@ -407,6 +430,8 @@ class _Reader:
                 items = [(name, v) for name, v in held_by(value, kind).items() if name in read]
                 names, parts = tuple(name for name, _ in items), [v for _, v in items]
         self.tokens.append((type(value), names, len(parts)))
+        if kind is not TokenKind.OBJECT and slots_of(type(value)):
+            self.tokens.append(attributes_now(value))
         keys: Any = names if kind is TokenKind.OBJECT else value if kind is TokenKind.DICT else range(len(parts))
         has_slots = kind in _WITH_SLOTS and not (kind is TokenKind.OBJECT and slots_of(type(value)))
         for key, part in itertools.zip_longest(list(keys), parts):
@@ -434,9 +459,11 @@ def _names_in(value: Any, kind: TokenKind) -> Hashable:
         case TokenKind.OBJECT:
             return tuple(held_by(value, kind))
         case TokenKind.DICT:
-            return tuple(map(token, value))
+            return (*map(token, value), token(getattr(value, "default_factory", None)))
         case TokenKind.SET:
             return frozenset(map(token, value))
+        case TokenKind.QUEUE:
+            return getattr(value, "maxlen", None), getattr(value, "typecode", None)
         case TokenKind.METHOD:
             return SameObject(value.__func__)
     return ()

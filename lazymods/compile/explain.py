@@ -289,7 +289,7 @@ def _parts_of(value: Any, kind: TokenKind, path: str) -> list[tuple[Any, str, An
         items = [item for item in sorted(_compat.raw_metadata(value).items()) if item[0] not in _OF_FLAX]
     elif kind is TokenKind.SET:
         items = []
-    elif kind is TokenKind.DICT:
+    elif kind in (TokenKind.DICT, TokenKind.PROXY):
         return [(key, f"{path}[{key!r}]", part) for key, part in list(value.items())]
     elif kind is TokenKind.TUPLE and hasattr(value, "_fields"):
         items = [(name, getattr(value, name)) for name in value._fields]

@@ -11,11 +11,12 @@ a model. Each call asks :meth:`Graph.read`, which is sound in two steps:
 - What a program changes besides values goes around Flax as well. After such a call no graph is taken to be right, and
   each is made anew when it is asked (``Watch.structures``).
 - Dicts, lists, sets and objects that are not Flax's are compared by identity each time, and so is what functions hold
-  that are looked into.
+  that are looked into. An array of numpy that is no input, and the like, is compared by what is in it.
 """
 
 from __future__ import annotations
 
+import array
 import collections
 import itertools
 import operator
@@ -32,7 +33,7 @@ from lazymods._objects.traced_state import TracedState, held_by, input_of, slot_
 
 _numbers = itertools.count()
 _ATTEMPTS = 100  # how often to read an object again that another thread changes meanwhile
-_BUILTIN = frozenset((dict, list, set, collections.deque, bytearray))  # classes whose objects keep them
+_BUILTIN = frozenset((dict, list, set, collections.deque, bytearray, array.array))  # classes whose objects keep them
 _attributes = object.__getattribute__  # vars() would ask the class: nnx.Optimizer has a slow __getattribute__
 
 
@@ -69,6 +70,7 @@ class Graph:
         "_free_values",
         "_has_containers",
         "_held",
+        "_looks",
         "_mark",
         "_metadata",
         "_nodes",
@@ -118,8 +120,8 @@ class Graph:
             self._add(node, contents, id(node) in with_slots)
         self._ordered: list[Any] = traced_state.ordered
         self._orders = [list(n) for n in self._ordered]
-        self._callables = traced_state.callables
-        self._has_containers = bool(self._ordered or self._free or self._odd or self._callables)
+        self._callables, self._looks = traced_state.callables, traced_state.looks
+        self._has_containers = bool(self._ordered or self._free or self._odd or self._callables or self._looks)
         self._metadata = [_compat.raw_metadata(v).copy() for v in self.variables]
         self._variable_classes = list(map(type, self.variables))
         self.root: weakref.ref[Any] = weakref.ref(root)
@@ -190,6 +192,7 @@ class Graph:
             and all(map(operator.is_, itertools.chain.from_iterable(self._free), self._free_values))
             and all(itertools.starmap(_is_as, self._odd))
             and all(itertools.starmap(_still_holds, self._callables))
+            and all(look(value) == found for look, value, found in self._looks)
         )
 
     def _with_slots(self, root: Any, raws: list[Any]) -> list[Any] | None:
@@ -227,6 +230,8 @@ def _equals_itself_only(value: Any) -> bool:
 
 
 def _is_as(node: Any, contents: Any) -> bool:
+    if isinstance(node, array.array):  # its items are new objects each time
+        return [*map(token, node)] == [*map(token, contents)]
     return _identical(held_by(node), contents)
 
 

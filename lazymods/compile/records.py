@@ -7,6 +7,7 @@ number among the program's outputs, objects that the function made by how to mak
 
 from __future__ import annotations
 
+import array
 import collections
 import dataclasses
 import operator
@@ -21,6 +22,7 @@ from lazymods._compat import jit as _compat_jit
 from lazymods._initial.pending import PendingInit
 from lazymods._objects.attributes import has_hidden_state
 from lazymods._objects.copies import Copies, items_of, object_contents
+from lazymods._objects.reached import parts_of
 from lazymods._objects.tokens import TokenKind, kind_of, token
 from lazymods._objects.traced_state import Reads, TracedState, contents_of, held_by
 from lazymods.compile.given import Given, Orders, orders_of
@@ -311,8 +313,8 @@ class _Writer:
         changes.append(Change(Old(number, True), cls, contents))
 
     def _node(self, number: int, node: Any, places: Any, writes: Any, changes: Any) -> None:
-        copy, begun = self._copies.of(node), self._copies.begun[id(node)]
-        after, kind = contents_of(copy), kind_of(node)
+        copy, kind = self._copies.of(node), kind_of(node)
+        after, begun = map(self._copies.by_original, (contents_of(copy), self._copies.begun[id(node)]))
         if not isinstance(after, dict):
             if not _same_items(after, begun):
                 parts = [self._part(v) for v in after]
@@ -398,8 +400,8 @@ class _Writer:
             return self._tuple(value)
         if kind is TokenKind.METHOD:
             return Group(kind, self._copies.original(value.__func__), (self._part(value.__self__),))
-        if kind is TokenKind.PARTIAL:
-            return Group(kind, type(value), tuple(map(self._part, (value.func, value.args, value.keywords))))
+        if kind in (TokenKind.PARTIAL, TokenKind.PROXY):
+            return Group(kind, type(value), tuple(map(self._part, parts_of(value, kind))))
         if id(value) in self._passed:
             return Passed(self._passed[id(value)])
         if id(value) in self._fixed:
@@ -449,17 +451,15 @@ def _given_to(value: Any) -> tuple[Any, ...]:
     """Return what makes an empty container like this one, besides its class."""
     if isinstance(value, collections.deque):
         return (), value.maxlen
+    if isinstance(value, array.array):
+        return (value.typecode,)
     if isinstance(value, collections.defaultdict):
         return (value.default_factory,)
     return ()
 
 
 def _same_value(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if kind_of(a) is TokenKind.ATOM and kind_of(b) is TokenKind.ATOM:
-        return token(a) == token(b)
-    return False
+    return a is b or (kind_of(a) is TokenKind.ATOM and kind_of(b) is TokenKind.ATOM and token(a) == token(b))
 
 
 def _same_tree(a: Any, b: Any) -> bool:

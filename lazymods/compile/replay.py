@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import collections
 import threading
 from collections.abc import Callable, Sequence
@@ -140,6 +141,8 @@ class EffectsReplay:
         raise TypeError(f"no part of a record: {part!r}")
 
     def _tuple(self, part: Group) -> Any:
+        if part.kind is TokenKind.PROXY:
+            return part.cls(self.value(part.parts[0]))
         made = new_tuple(part.cls, map(self.value, part.parts))
         if part.attributes is not None:
             object.__setattr__(made, "__dict__", self.value(part.attributes))  # it may be filled later
@@ -165,6 +168,8 @@ class EffectsReplay:
             return thing
         if made.kind is TokenKind.OBJECT:
             return new_object(made.cls)
+        if issubclass(made.cls, array.array):
+            return array.array.__new__(made.cls, *map(self.value, made.given))  # type: ignore[arg-type]
         base: Any = next(cls for cls in _CONTAINERS if issubclass(made.cls, cls))
         thing = base.__new__(made.cls)
         base.__init__(thing, *map(self.value, made.given))

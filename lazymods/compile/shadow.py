@@ -204,7 +204,7 @@ def _parts(path: str, kind: TokenKind, value: Any) -> Iterator[_Part]:
         yield from (_Part(name, f"{path}.{name}", getattr(value, name)) for name in _NAMED[kind])
     elif kind in (TokenKind.NODE, TokenKind.OBJECT):
         yield from _of_object(path, kind, value)
-    elif kind is TokenKind.DICT:
+    elif kind in (TokenKind.DICT, TokenKind.PROXY):
         yield from (_Part(key, f"{path}[{key!r}]", held) for key, held in value.items())
     else:
         yield from _of_sequence(path, value)

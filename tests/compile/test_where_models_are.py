@@ -124,3 +124,48 @@ def test_two_threads_trace_with_the_same_attribute() -> None:
     assert Store.model is original
     close(results["slow"], original(X))
     close(results["quick"], original(X) + 1)
+
+
+def by_default() -> Any:
+    def f(x: jax.Array, model: Any = linear(0)) -> jax.Array:  # noqa: B008
+        return model(x)
+
+    return f, lambda model: setattr(f, "__defaults__", (model,))
+
+
+def by_keyword_default() -> Any:
+    def f(x: jax.Array, *, model: Any = linear(0)) -> jax.Array:  # noqa: B008
+        return model(x)
+
+    return f, lambda model: f.__kwdefaults__.update(model=model)
+
+
+def by_default_of_a_helper() -> Any:
+    helper, change = by_default()
+    return lambda x: helper(x) * 2, change
+
+
+def by_partial() -> Any:
+    f = functools.partial(lambda x, model: model(x), model=linear(0))
+    return f, lambda model: f.keywords.update(model=model)
+
+
+def by_attribute_of_the_function() -> Any:
+    def f(x: jax.Array) -> jax.Array:
+        return vars(f)["model"](x)
+
+    vars(f)["model"] = linear(0)
+    return f, lambda model: vars(f).update(model=model)
+
+
+HELD = (by_default, by_keyword_default, by_default_of_a_helper, by_partial, by_attribute_of_the_function)
+
+
+@pytest.mark.parametrize("hold", HELD, ids=lambda hold: hold.__name__)
+def test_another_model_in_the_place_of_one_is_seen(hold: Any) -> None:
+    f, change = hold()
+    compiled = lm.jit(f)
+    for seed in (0, 1, 2):
+        change(linear(seed))
+        for _ in range(2):
+            close(compiled(X), f(X))

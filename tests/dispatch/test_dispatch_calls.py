@@ -141,6 +141,22 @@ def test_without_gradients_in_lm_jit(options: Any) -> None:
     same(lm.jit(jax.grad(f))(X), X**3)
 
 
+@pytest.mark.parametrize("mode", [lm.autograd.no_grad, lm.autograd.inference_mode])
+def test_without_gradients_a_kernel_is_executed_at_once_where_it_is_with_them(mode: Any) -> None:
+    op = operator(CPU=lambda x: x * 2 if float(x.sum()) > 0 else x * 3)  # a program could not decide
+
+    def f(x: Any) -> Any:
+        with mode():
+            y = op(x)
+        return (x * y).sum()
+
+    same([jax.grad(f)(X), jax.grad(f)(-X)], [X * 2, X * -3])
+    op = operator(CPU=lambda x: x * 2, Lazy=lambda x: x * 7)
+    with lm.lazytensor.lazy():
+        found = jax.grad(f)(X)
+    same(found, X * 7)
+
+
 def test_a_kernel_for_lazy_tensors_runs_in_blocks_only() -> None:
     pair = (lambda x: (x * 7, ()), lambda _, g: (g * 5,))
     op = operator(CPU=lambda x: x * 2, Lazy=lambda x: x * 7, AutogradLazy=pair)
