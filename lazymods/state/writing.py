@@ -57,7 +57,8 @@ def save(
     Args:
         model: An nnx module; or a dict of a training state, such as ``{"model": model, "optimizer": optimizer, "rngs":
             rngs, "step": 100}``, whose numbers, texts and random state are stored as well, in dicts, lists, tuples
-            and registered pytrees too. What no file can hold is refused by its name.
+            and registered pytrees too. What no file can hold is refused by its name. A plain number or text of a
+            module, also in an ``nnx.Dict`` or ``nnx.List``, is its configuration, and is not stored.
         path: Where to: ``.safetensors``, whose tensors are laid so that :func:`load` can map them; ``.npz``; or,
             without a suffix, an Orbax folder, which takes the place of the one that is there and can hold arrays that
             are spread over several processes.
