@@ -368,9 +368,8 @@ def _values(survey: Survey, entries: Mapping[str, Any], placing: Placing | None,
         if not isinstance(value, StoredTensor):
             continue
         place = survey.places.get(name) or survey.places.get(base_name(name))
-        if place is not None and not survey.hooked and not may_fit(place, name, value):
-            out[name] = Unread(value)
-        elif not survey.hooked and _is_for_several(place, name, placing):
+        is_misfit = place is not None and not may_fit(place, name, value)
+        if not survey.hooked and (is_misfit or _is_for_several(place, name, placing)):
             out[name] = Unread(value)
         elif place is not None or everything:
             wanted.append(name)

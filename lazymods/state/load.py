@@ -318,12 +318,10 @@ def _write(plan: LoadPlan, origin: Origin) -> None:
         strict = plan.keeps_random_values
         lifecycle.note_draws_of_slots(layer, stacked, plan.model, strict=strict, keys=keys[id(layer)])
     for path, layer, stacked in waiting:
+        how = {"initialize": id(layer) in partly, "stacked": stacked, "keep_class": id(layer) in carried}
         try:
             if STATE in vars(layer):
-                keep_class = id(layer) in carried
-                lifecycle.settle_if_filled(
-                    layer, initialize=id(layer) in partly, stacked=stacked, keep_class=keep_class
-                )
+                lifecycle.settle_if_filled(layer, **how)
         except LazyError as error:
             problem = error.problems[0] if error.problems else None
             got = problem.got if problem else str(error)
