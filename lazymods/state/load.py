@@ -242,25 +242,25 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
     if strict:
         missing = [name for name in result.missing if not origin.may_miss(name)]
         known = origin.why_missing(missing)
-        usual = (
-            f"no entry in {origin.name}",
-            "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one",
-        )
+        line = "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one"
+        usual = (f"no entry in {origin.name}", line)
         shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if missing else {}
         options = missing_entries.Options(plan.survey, shapes, result.unexpected)
+        lengths = missing_entries.Lengths(plan.given, plan.places)
         for name in missing:
             got, line = known.get(name) or missing_entries.cause_of(plan.places, name, shapes) or usual
-            line = options.without(name) or line if line is usual[1] else line
+            if line is usual[1]:
+                line = options.without(name) or lengths.line_for(name) or line
             problems.append(Problem(name, got, "an entry for each parameter of the model", line))
         for name in result.unexpected:
             got = f"{describe(plan.given[name])}, an entry" if name in plan.given else "an entry"
             line = "strict=False  # leaves it out"
             if origin.is_flax and name.rpartition(".")[2] in TORCH_LEAVES:
                 line = _TORCH_LINE
-            line = plan.sizes_line(name) or options.with_it(name) or _head_line(plan, name) or line
-            problems.append(
-                Problem(name, f"{got} that the model has no parameter for", "only entries of the model", line)
-            )
+            known_line = plan.sizes_line(name) or options.with_it(name) or _head_line(plan, name)
+            line = known_line or lengths.line_for(name) or line
+            got += " that the model has no parameter for"
+            problems.append(Problem(name, got, "only entries of the model", line))
     heading = _heading(plan.model, origin)
     cause = _cause(result, origin)
     if cause is not None:

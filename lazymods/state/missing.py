@@ -21,6 +21,7 @@ from lazymods.state.entries import Place, Survey, leaf_of
 from lazymods.state.values import unwrapped
 
 _AFFINE = (nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)  # of which a file may have nothing
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")  # a part of a name
 Shapes = Mapping[str, tuple[int, ...]]
 _OTHER_TABLES = re.compile(r"(^|_)(pos|wpe|rel|type|token_type|seg|lang)")  # their rows are positions, or kinds
 
@@ -137,3 +138,37 @@ class Options:
 
     def _called(self, module: str) -> str:
         return module or type(self.nodes[module]).__name__
+
+
+class Lengths:
+    """What to write where a list of layers is longer in the file than in the model, or shorter.
+
+    Args:
+        in_file: The names of the file.
+        in_model: Those of the model.
+    """
+
+    def __init__(self, in_file: Collection[str], in_model: Collection[str]) -> None:
+        self._names = in_file, in_model
+
+    @functools.cached_property
+    def _found(self) -> list[dict[tuple[str, str], set[int]]]:
+        """The numbers in the names of each side, by what stands before and after them."""
+        found: list[dict[tuple[str, str], set[int]]] = [{}, {}]
+        for numbers, names in zip(found, self._names, strict=True):
+            for name in names:
+                for number in _NUMBER.finditer(name):
+                    around = name[: number.start()], name[number.end() :]
+                    numbers.setdefault(around, set()).add(int(number[0]))
+        return found
+
+    def line_for(self, name: str) -> str | None:
+        """Return the line for an entry of such a list; None if it is of none."""
+        for number in _NUMBER.finditer(name):
+            around = name[: number.start()], name[number.end() :]
+            theirs, ours = (numbers.get(around, set()) for numbers in self._found)
+            are_whole = theirs == set(range(len(theirs))) and ours == set(range(len(ours)))
+            if theirs and ours and are_whole:
+                where = around[0].rstrip(".") or "layers"
+                return f"n_layers = {len(theirs)}  # of {where}: the file has {len(theirs)}, the model {len(ours)}"
+        return None

@@ -1,6 +1,7 @@
 """The full text of what ``load_state_dict`` says."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -307,3 +308,21 @@ def test_a_size_that_is_an_int_or_a_pair() -> None:
     for model in (ready, given):
         lm.load_state_dict(model, lm.state_dict(explicit))
         np.testing.assert_array_equal(model.conv.kernel[...], explicit.conv.kernel[...])
+
+
+@pytest.mark.parametrize(("in_file", "in_model"), [(4, 2), (2, 4)])
+def test_a_list_of_another_length_is_told(tmp_path: Path, in_file: int, in_model: int) -> None:
+    """To leave the file's other layers out, or to keep new ones, would give other numbers."""
+
+    def net(n: int) -> nnx.Dict:
+        layers = nnx.List([nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(n)])
+        return nnx.Dict(encoder=nnx.Dict(layers=layers), head=nnx.Linear(3, 1, rngs=nnx.Rngs(0)))
+
+    lm.save(net(in_file), tmp_path / "m.safetensors")
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(net(in_model), tmp_path / "m.safetensors")
+    lines = {problem.write for problem in caught.value.problems}
+    assert lines == {f"n_layers = {in_file}  # of encoder.layers: the file has {in_file}, the model {in_model}"}
+    assert {problem.where.split(" ")[0] for problem in caught.value.problems} == {
+        f"encoder.layers.{i}.{leaf}" for i in (2, 3) for leaf in ("kernel", "bias")
+    }
