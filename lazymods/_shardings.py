@@ -16,7 +16,7 @@ from lazymods._errors import LazyError, Problem
 from lazymods._refusals import ArgumentError
 
 Rule = Callable[[str, tuple[int, ...], Any], PartitionSpec | None]
-Rules = Sequence[tuple[str, PartitionSpec]] | Rule
+Rules = Sequence[tuple[str | re.Pattern[str], PartitionSpec]] | Rule
 
 
 class Named(NamedTuple):
@@ -105,13 +105,15 @@ def _as_function(rules: Rules | None) -> Rule:
             compiled.append((re.compile(pattern), spec))
         except re.error as error:
             needed = "a regular expression, which is searched for in the name"
-            raise _wrong("rules=", f"{pattern!r}: {error}", needed, f"{re.escape(pattern)!r}") from error
+            raise _wrong("rules=", f"{pattern!r}: {error}", needed, f"{re.escape(str(pattern))!r}") from error
     return lambda name, shape, dtype: next((spec for pattern, spec in compiled if pattern.search(name)), None)
 
 
 def _is_pair(item: Any) -> bool:
     is_two = isinstance(item, tuple | list) and len(item) == 2
-    return is_two and isinstance(item[0], str) and isinstance(item[1], PartitionSpec)
+    if not is_two or not isinstance(item[1], PartitionSpec):
+        return False
+    return isinstance(item[0].pattern if isinstance(item[0], re.Pattern) else item[0], str)
 
 
 def _spec_of(parameter: Named, rule: Rule) -> tuple[PartitionSpec, str]:

@@ -1,5 +1,7 @@
 """Where a parameter goes: by rules, by its metadata, or a copy on each device; and what does not fit."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -33,6 +35,7 @@ def test_without_rules_and_metadata_a_copy_is_on_each_device():
         ([("kernel", P("data")), ("fc", P("model"))], P("data")),
         ([("fc", P("model")), ("kernel", P("data"))], P("model")),
         ([("^kernel", P("data")), (r"c\.k", P(None, "model"))], P(None, "model")),
+        ([(re.compile("KERNEL", re.IGNORECASE), P("data"))], P("data")),
         ((("other", P("data")),), P()),
         ([], P()),
         ([["kernel$", P(("data", "model"))]], P(("data", "model"))),
