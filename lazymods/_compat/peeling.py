@@ -22,9 +22,13 @@ require(BatchTracer, "val")
 _TRACES = (JVPTrace, LinearizeTrace, BatchTrace)
 
 
+def _hands_on(trace: Any) -> bool:
+    return isinstance(trace, _TRACES) or (isinstance(trace, OperationByOperation) and hasattr(trace, "parent_trace"))
+
+
 def base_trace(trace: Any) -> Any:
     """Return the trace beneath derivatives and vmap, and blocks in which gradients are off (:mod:`.grad_modes`)."""
-    while isinstance(trace, _TRACES) or (isinstance(trace, OperationByOperation) and hasattr(trace, "parent_trace")):
+    while _hands_on(trace):
         trace = trace.parent_trace  # set in the constructor of each
     return trace
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import functools
 import gc
+import inspect
 import itertools
 import sys
 import types
@@ -125,6 +126,16 @@ def global_names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from global_names(constant)
+
+
+def functions_of(cls: type) -> Iterator[types.FunctionType]:
+    """Yield the functions of a class and its bases, as far as these are the user's: methods, properties and so on."""
+    for base in cls.__mro__:
+        for held in () if is_library(base.__module__) else list(vars(base).values()):
+            held = held.fget if isinstance(held, property) else held
+            held = inspect.unwrap(held) if callable(held) or isinstance(held, (staticmethod, classmethod)) else None
+            if isinstance(held, types.FunctionType):
+                yield held
 
 
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")

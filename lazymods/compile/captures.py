@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import sys
 import types
 import weakref
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from lazymods._objects.module_attributes import attribute
 from lazymods._objects.reached import (
     MISSING,
     defaults_of,
+    functions_of,
     global_names,
     held_by,
     holds_model,
@@ -171,6 +173,7 @@ class Captures:
     Args:
         function: Any callable.
         reads: What it has read of objects; what it has not read does not count.
+        classes: Classes whose methods it may call: it reaches what these name.
 
     Attributes:
         sources: The places where it finds something.
@@ -178,7 +181,7 @@ class Captures:
         fixed: What it reaches at any time, if that is nothing but nnx objects that it holds itself; else None.
     """
 
-    def __init__(self, function: Any, reads: Reads) -> None:
+    def __init__(self, function: Any, reads: Reads, classes: Iterable[type] = ()) -> None:
         self._reads = reads
         self.sources: list[Any] = []
         self.functions: list[types.FunctionType] = []
@@ -190,6 +193,10 @@ class Captures:
         self._atoms: list[tuple[Any, Any]] = []  # sources that may hold a function later, and what they hold
         self._lacking: dict[int, _Lacking] = {}  # by id of a module's names, or of a class
         self._follow(function)
+        for method in itertools.chain.from_iterable(map(functions_of, classes)):
+            home = sys.modules.get(method.__module__)
+            if home is not None and vars(home) is method.__globals__:  # where a name can hold a copy in a trace
+                self._look_into(home, {*loaded_names(method.__code__)})
         self.fixed: Captured | None = None
         if all(type(s) is _Fixed and kind_of(s.value()) is TokenKind.NODE for s in self.sources):
             held = [source.value() for source in self.sources]
@@ -215,6 +222,12 @@ class Captures:
         """Return the attributes of modules and classes by which the function finds something."""
         found = [(s.owner, s.name) for s in self.sources if type(s) is _Attribute]
         return [*found, *self._functions_at.values()]
+
+    def sees_order(self, nodes: Iterable[Any]) -> bool:
+        """Whether the function, or a method of these objects, may ask for attributes in their order."""
+        methods = itertools.chain.from_iterable(map(functions_of, {type(node) for node in nodes}))
+        asked = (global_names(function.__code__) for function in (*self.functions, *methods))
+        return not {"vars", "__dict__"}.isdisjoint(itertools.chain.from_iterable(asked))
 
     def named(self, captured: Captured) -> list[tuple[str, Any, bool]]:
         """Return what the function reached and a program depends on: a name, the value, whether only by identity."""

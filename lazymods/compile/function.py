@@ -99,6 +99,7 @@ class JitFunction(Staged, Generic[P, R]):
         self._reads = Reads()
         self._splitter = Splitter(function, static_argnames)
         self._captures = Captures(function, self._reads)
+        self._classes: set[type] = set()  # those of whose methods it is known that they may name models
         self._lock = threading.RLock()  # one trace at a time
         self._cache = Cache(self._forget)
         self._plans: dict[Any, CallPlan] = {}
@@ -233,6 +234,8 @@ class JitFunction(Staged, Generic[P, R]):
     def _checked(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call in plain Python as well; what is lazy is sized before, for both."""
         call = self._bind(arguments, whole=True)
+        while self._looks_further(call):  # before the run in plain Python, which is to have copies of all models
+            call = self._bind(arguments, whole=True)
         before = Snapshot(*call.reach) if call.lazy else None
         try:
             if call.lazy:
@@ -291,7 +294,7 @@ class JitFunction(Staged, Generic[P, R]):
     def _note_sorted(self, key: Any, after: Binding) -> None:
         """Let models whose attributes a call has sorted, as transforms of NNX do, have the program of that call."""
         found = (after.key, after.signature())
-        if found != key and found[1] == key[1]:
+        if found != key and found[1] == key[1] and not self._captures.sees_order(after.nodes()):
             if len(self._aliases) > 4 * Cache.size:
                 self._aliases.clear()
             self._aliases[found] = self._aliases.get(key, key)
@@ -324,7 +327,7 @@ class JitFunction(Staged, Generic[P, R]):
 
     def _bind(self, arguments: Arguments, *, whole: bool = False) -> Binding:
         if not self._captures.is_current():
-            self._captures = Captures(self._function, self._reads)
+            self._captures = Captures(self._function, self._reads, self._classes)
         captured = self._captures.read(whole=whole)
         return Binding(arguments, captured, _TRACE.value is _EVAL)
 
@@ -370,6 +373,21 @@ class JitFunction(Staged, Generic[P, R]):
         Returns:
             The program, and the call without what the function has not read.
         """
+        try:
+            return self._make_once(arguments, call)
+        except (HiddenModelError, TraceContextError):  # raised by a Variable that no input holds
+            if not self._looks_further(call):
+                raise
+        return self.make(arguments, self._bind(arguments))
+
+    def _looks_further(self, call: Binding) -> bool:
+        """Look for models where the methods of all objects of a call name some; return whether there is more now."""
+        known = len(self._captures.sources)
+        self._classes |= {type(node) for node in call.nodes()}
+        self._captures = Captures(self._function, self._reads, self._classes)
+        return len(self._captures.sources) > known
+
+    def _make_once(self, arguments: Arguments, call: Binding) -> tuple[Program, Binding]:
         whole = self._bind(arguments, whole=True) if call.captured.has_objects else call
         body = self._body(arguments, whole)
         program = compile_body(body, whole.leaves, donate=self._donate and call.executing)
@@ -468,8 +486,6 @@ class JitFunction(Staged, Generic[P, R]):
             _compat_jit.Watch.mark = object()
         replay.change()
         return replay.out()
-
-    # ------------------------------------------------------------ keeping
 
     def _forget(self, program: Any) -> None:
         """Drop every plan for a program that the cache has dropped."""

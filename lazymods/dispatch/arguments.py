@@ -28,7 +28,7 @@ def is_operand(leaf: Any) -> bool:
 
 
 def _kind(leaf: Any) -> str:
-    return f"{type(leaf)}{leaf!r}" if isinstance(leaf, (float, complex)) else str(type(leaf))
+    return f"{type(leaf)}{leaf!r}" if isinstance(leaf, (float, complex, frozenset)) else str(type(leaf))
 
 
 @jax.tree_util.register_static

@@ -79,7 +79,7 @@ class Call:
 
     def _facts(self) -> tuple[Any, ...]:
         kernels = tuple((key, id(kernel)) for key, kernel in self.kernels.items())  # alive: they are kept here
-        return self.name, kernels, self.layout, self.operands
+        return self.name, kernels, self.layout, repr(self.layout.tree), self.operands
 
     def plan(self, key: str) -> Plan:
         """Say what runs on the platform of a key."""

@@ -103,7 +103,8 @@ class _Call:
         self.values, self.structure = jax.tree.flatten(state)
 
     def run(self, argnums: Any, has_aux: bool) -> Any:
-        key = (self.looked.key, self.tree, self.fixed, self.held, self.graph, self.structure, argnums, has_aux)
+        tree = (self.tree, repr(self.tree))  # which tells True from 1 in the static fields of pytrees
+        key = (self.looked.key, tree, self.fixed, self.held, self.graph, self.structure, argnums, has_aux)
         program = _programs.get(key)
         if program is _NONE:
             raise _NoProgramError

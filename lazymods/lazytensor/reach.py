@@ -20,7 +20,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from lazymods._graph import attributes, nodes
+from lazymods import _compat
+from lazymods._graph import attributes, nodes, variables
 from lazymods._objects.reached import MISSING, names_in_callable, parts_of_callable
 from lazymods._objects.tokens import SameObject, token
 
@@ -31,6 +32,9 @@ _PURE = frozenset(
 )
 _UNSEEN = frozenset(("globals", "locals", "vars", "eval", "exec", "__import__", "open", "input", "id"))
 _WRITES = frozenset(("STORE_GLOBAL", "DELETE_GLOBAL", "IMPORT_NAME", "IMPORT_FROM"))
+
+
+_EQUAL_TO_OTHERS = (int, float, complex, np.generic, tuple, frozenset)  # 1 == True == 1.0
 
 
 class UnknownError(Exception):
@@ -252,6 +256,9 @@ def of_objects(objects: list[Any]) -> Hashable:
     """
     found: list[Hashable] = []
     for thing in objects:
+        for variable in variables(thing):
+            metadata = _compat.raw_metadata(variable).values()
+            found.append(tuple([repr(v) for v in metadata if isinstance(v, _EQUAL_TO_OTHERS)]))
         for _, node in nodes(thing):
             found.append(of_class(type(node)))
             for held in attributes(node).values():

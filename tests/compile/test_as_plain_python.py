@@ -379,3 +379,37 @@ def test_an_error_of_the_function_is_not_hidden_by_what_it_has_stored() -> None:
     with pytest.raises(KeyError, match="its own"):
         lm.jit(step)(X)
     assert kept == [1]
+
+
+class Ordered(nnx.Module):
+    def __init__(self) -> None:
+        self.c, self.a, self.b = (nnx.Param(jnp.array(n)) for n in (1.0, 2.0, 3.0))
+
+    def chained(self) -> jax.Array:
+        y = jnp.array(1.0)
+        for value in [*vars(self).values()]:
+            y = y * 2 + value[...] if isinstance(value, nnx.Param) else y
+        return y
+
+
+def chained_and_sorted(model: Ordered) -> jax.Array:
+    y = model.chained()
+    nnx.grad(lambda m: m.a[...] * m.b[...])(model)  # it sorts the attributes
+    return y
+
+
+def moved_to_the_end(model: Ordered) -> jax.Array:
+    name = next(name for name, value in model.__dict__.items() if isinstance(value, nnx.Param))
+    value = getattr(model, name)
+    delattr(model, name)
+    setattr(model, name, value)
+    return value[...]
+
+
+@pytest.mark.parametrize("f", [chained_and_sorted, moved_to_the_end])
+def test_a_function_that_asks_for_attributes_in_their_order(f: Any) -> None:
+    plain, compiled, g = Ordered(), Ordered(), lm.jit(f)
+    for _ in range(4):
+        np.testing.assert_array_equal(g(compiled), f(plain))
+        params = [[n for n in vars(m) if not n.startswith("_")] for m in (compiled, plain)]
+        assert params[0] == params[1]

@@ -137,7 +137,7 @@ def by_keyword_default() -> Any:
     def f(x: jax.Array, *, model: Any = linear(0)) -> jax.Array:  # noqa: B008
         return model(x)
 
-    return f, lambda model: f.__kwdefaults__.update(model=model)
+    return f, lambda model: setattr(f, "__kwdefaults__", {"model": model})
 
 
 def by_default_of_a_helper() -> Any:
@@ -169,3 +169,74 @@ def test_another_model_in_the_place_of_one_is_seen(hold: Any) -> None:
         change(linear(seed))
         for _ in range(2):
             close(compiled(X), f(X))
+
+
+SHARED, COUNTING = linear(2), nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+
+
+class ByMethods(nnx.Module):
+    """Its methods name models of this file."""
+
+    def __init__(self) -> None:
+        self.weight = nnx.Param(jnp.ones(()))
+
+    @property
+    def shared(self) -> nnx.Linear:
+        return SHARED
+
+    @staticmethod
+    def normed(x: jax.Array) -> jax.Array:
+        return COUNTING(x)
+
+    def helper(self, x: jax.Array) -> jax.Array:
+        return later_helper(self.normed(x * self.weight))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.helper(x) + self.shared(x)
+
+
+class AroundMethods(nnx.Module):
+    def __init__(self) -> None:
+        self.inner = ByMethods()
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.inner(x) * 2
+
+
+class Steps:
+    """No module."""
+
+    def __init__(self) -> None:
+        self.model = AroundMethods()
+
+    def step(self, x: jax.Array) -> jax.Array:
+        return self.model(x) + SHARED(x)
+
+
+BY_METHODS: dict[str, Any] = {
+    "module": lambda jit: jit(ByMethods()),
+    "submodule": lambda jit: jit(AroundMethods()),
+    "method": lambda jit: jit(Steps().step),
+    "argument": lambda jit: functools.partial(jit(lambda m, x: m(x)), ByMethods()),
+}
+
+
+@pytest.mark.parametrize("check", [False, True], ids=["", "checked"])
+@pytest.mark.parametrize("form", BY_METHODS)
+def test_models_that_methods_name_are_inputs(form: str, check: bool) -> None:
+    found = []
+    for jit in (lambda f: f, functools.partial(lm.jit, check=check)):
+        call = BY_METHODS[form](jit)
+        COUNTING.mean[...], COUNTING.var[...] = jnp.zeros(3), jnp.ones(3)
+        for n in range(4):
+            SHARED.kernel[...] = jnp.full((3, 4), float(n // 2))
+            found.append([np.asarray(call(X + n)), np.asarray(COUNTING.mean), np.asarray(COUNTING.var)])
+    jax.tree.map(close, found[4:], found[:4])
+
+
+def test_what_is_lowered_has_models_that_methods_name() -> None:
+    model = AroundMethods()
+    COUNTING.mean[...], COUNTING.var[...] = jnp.zeros(3), jnp.ones(3)
+    compiled = lm.jit(model).lower(X).compile()
+    SHARED.kernel[...] = SHARED.kernel[...] + 1
+    close(compiled(X), model(X))

@@ -1,5 +1,6 @@
 """Calling an operator, in every engine: the values are those of the kernel of the platform, by plain jax.numpy."""
 
+import dataclasses
 import threading
 import types
 from typing import Any
@@ -444,3 +445,27 @@ def test_without_the_private_names_of_traces(monkeypatch: pytest.MonkeyPatch) ->
         same(jax.vmap(jax.grad(lambda x, op=op: op(x).sum()))(X), 100 * X)
     with pytest.raises(lm.dispatch.NoKernelError):
         jax.vmap(operator(FPGA=lambda x: x))(X)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scaled:
+    x: Any
+    scale: Any = dataclasses.field(metadata={"static": True})
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit, lm.jit])
+def test_equal_values_of_other_types_are_told_apart(jit: Any) -> None:
+    make: Any = Scaled
+
+    def kernel(given: Any, scales: Any) -> Any:
+        factor = {bool: 2.0, int: 3.0, float: 5.0}
+        return given.x * factor[type(given.scale)] * factor[type(next(iter(scales)))]
+
+    op = operator(CPU=kernel, Meta=lambda given, _: jax.ShapeDtypeStruct(given.x.shape, given.x.dtype))
+    values = (1, 1.0, True)
+
+    def f(x: Any) -> Any:
+        return [op(make(x, a), frozenset({b})) for a in values for b in values]
+
+    same(jit(f)(X), [X * a * b for a in (3, 5, 2) for b in (3, 5, 2)])

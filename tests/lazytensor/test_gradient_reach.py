@@ -1,6 +1,7 @@
 """``lazytensor.value_and_grad`` of functions that reach models, numbers and code in all ways: changes are seen."""
 
 import contextlib
+import dataclasses
 import functools
 import types
 from collections.abc import Callable, Iterator
@@ -246,3 +247,30 @@ def test_a_function_that_decides_on_values(block: bool) -> None:
             value, gradient = lazytensor.value_and_grad(loss)(w * jnp.ones(3), rate)
         assert float(value) == want
         np.testing.assert_allclose(gradient, np.full(3, want / w / 3), rtol=1e-6)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scaled:
+    x: jax.Array
+    scale: Any = dataclasses.field(metadata={"static": True})
+
+
+KIND_OF = {bool: 2.0, int: 3.0, float: 5.0}
+
+
+def test_equal_numbers_of_other_types_are_told_apart() -> None:
+    model, found = linear(0), []
+
+    def of_metadata(m: Any) -> jax.Array:
+        return m(X).sum() * 0 + KIND_OF[type(m.kernel.get_metadata("scale"))]
+
+    def of_field(given: Scaled) -> jax.Array:
+        return given.x.sum() * 0 + KIND_OF[type(given.scale)]
+
+    for scale in (1, 1.0, True, 1):
+        model.kernel.set_metadata("scale", scale)
+        with lazytensor.lazy():
+            for f, given in ((of_metadata, model), (of_field, Scaled(X, scale))):
+                found.append(float(lazytensor.value_and_grad(f)(given)[0]))
+    assert found == [3.0, 3.0, 5.0, 5.0, 2.0, 2.0, 3.0, 3.0]
