@@ -23,8 +23,8 @@ EMPTY_MAGIC = b"PK\x05\x06"  # the end record, with which an archive of no entri
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_LOCAL = struct.Struct("<4s5H3L2H")
+_CENTRAL = struct.Struct("<4s4x2H4x3L4H6xL")  # without versions, times and attributes
+_LOCAL = struct.Struct("<4s2x2H4x3L2H")
 _EXTRA = struct.Struct("<2H")
 
 _STORED, _DEFLATED = 0, 8
@@ -61,15 +61,9 @@ class _Directory(NamedTuple):
     entries: int
 
 
-class _Central(NamedTuple):
-    raw_name: bytes
-    name: str
-    flags: int
-    method: int
-    crc: int
-    stored: int
-    size: int
-    header: int  # where the entry's own header begins
+_Central = tuple[bytes, str, int, int, int, int, int, int]
+"""What the directory says of an entry: its name as it is written and as text, its flags, its method of compression, the
+CRC-32 of its bytes, how many they are in the file and unpacked, and where the entry's own header begins."""
 
 
 def read_directory(path: Path, data: Array) -> dict[str, Entry]:
@@ -86,10 +80,11 @@ def read_directory(path: Path, data: Array) -> dict[str, Entry]:
     position = 0
     for _ in range(directory.entries):
         central, position = _read_central(path, raw, position)
-        if central.name in entries:
-            raise refuse(path, "two entries of this name", "each name once", tensor=central.name)
-        entries[central.name] = entry = _locate(path, file, directory, central)
-        spans.append((central.header, entry.begin + entry.stored, central.name))
+        _, name, _, _, _, stored, _, header = central
+        if name in entries:
+            raise refuse(path, "two entries of this name", "each name once", tensor=name)
+        entries[name] = entry = _locate(path, file, directory.begin, central)
+        spans.append((header, entry.begin + stored, name))
     if position != len(raw):
         got = f"a directory of {len(raw):,} bytes whose entries take {position:,}"
         raise refuse(path, got, "a directory of its entries only")
@@ -152,9 +147,7 @@ def _read_central(path: Path, raw: bytes, position: int) -> tuple[_Central, int]
     if position + _CENTRAL.size > len(raw) or not raw.startswith(b"PK\x01\x02", position):
         raise refuse(path, "a directory with fewer entries than it says", "all its entries: the file is damaged")
     fields = _CENTRAL.unpack_from(raw, position)
-    _, _, _, flags, method, _, _, crc, stored, size, name_length, extra_length, comment_length, disk, _, _, header = (
-        fields
-    )
+    _, flags, method, crc, stored, size, name_length, extra_length, comment_length, disk, header = fields
     begin = position + _CENTRAL.size
     extra_begin = begin + name_length
     end = extra_begin + extra_length + comment_length
@@ -162,11 +155,13 @@ def _read_central(path: Path, raw: bytes, position: int) -> tuple[_Central, int]
         raise refuse(path, "an entry longer than the directory", "one inside it: the file is damaged")
     raw_name = raw[begin:extra_begin]
     name = _decode(path, raw_name, flags)
-    wide = _wide_fields(raw[extra_begin : extra_begin + extra_length], [size, stored, header])
+    wide: list[int] | None = [size, stored, header]
+    if _FULL32 in wide:
+        wide = _wide_fields(raw[extra_begin : extra_begin + extra_length], wide)
     if wide is None or disk not in (0, _FULL16):
         raise refuse(path, "an entry without its 64-bit sizes", "its sizes: the file is damaged", tensor=name)
     size, stored, header = wide
-    return _Central(raw_name, name, flags, method, crc, stored, size, header), end
+    return (raw_name, name, flags, method, crc, stored, size, header), end
 
 
 def _decode(path: Path, raw: bytes, flags: int) -> str:
@@ -181,8 +176,6 @@ def _decode(path: Path, raw: bytes, flags: int) -> str:
 
 def _wide_fields(extra: bytes, fields: list[int]) -> list[int] | None:
     """Replace 32-bit fields that are full by the 64-bit ones of an entry's extra data; None if they lack."""
-    if _FULL32 not in fields:
-        return fields
     position = 0
     wide = b""
     while position + 4 <= len(extra):
@@ -204,33 +197,36 @@ def _wide_fields(extra: bytes, fields: list[int]) -> list[int] | None:
 # ---------------------------------------------------------------- an entry
 
 
-def _locate(path: Path, file: memoryview, directory: _Directory, central: _Central) -> Entry:
-    wrong = functools.partial(refuse, path, tensor=central.name)
-    if central.flags & _UNREADABLE_FLAGS:
-        raise wrong("an encrypted entry", "one that can be read without a password")
-    if central.method not in (_STORED, _DEFLATED):
-        raise wrong(f"an entry compressed by method {central.method}", "one that is stored as it is, or deflated")
-    begin = central.header + _LOCAL.size
-    if begin > directory.begin:
-        raise wrong(f"an entry that begins at byte {central.header:,}", f"one before byte {directory.begin:,}")
-    fields = _LOCAL.unpack_from(file, central.header)
-    magic, _, flags, method, _, _, crc, stored, size, name_length, extra_length = fields
+def _locate(path: Path, file: memoryview, end: int, central: _Central) -> Entry:
+    """Find the bytes of an entry, which end before the directory; its own header must say what the directory says."""
+    raw_name, name, flags, method, crc, stored, size, header = central
+    refused = functools.partial(refuse, path, tensor=name)
+    if flags & _UNREADABLE_FLAGS:
+        raise refused("an encrypted entry", "one that can be read without a password")
+    if method not in (_STORED, _DEFLATED):
+        raise refused(f"an entry compressed by method {method}", "one that is stored as it is, or deflated")
+    begin = header + _LOCAL.size
+    if begin > end:
+        raise refused(f"an entry that begins at byte {header:,}", f"one before byte {end:,}")
+    fields = _LOCAL.unpack_from(file, header)
+    magic, own_flags, own_method, own_crc, own_stored, own_size, name_length, extra_length = fields
     texts = file[begin : begin + name_length + extra_length].tobytes()
-    name, extra = texts[:name_length], texts[name_length:]
     begin += name_length + extra_length
-    wide = _wide_fields(extra, [size, stored])
-    if magic != MAGIC or wide is None or (name, flags, method) != (central.raw_name, central.flags, central.method):
-        raise wrong("a header that differs from the directory's", "the same twice: the file is damaged")
-    later = flags & _SIZES_FOLLOW_FLAG
-    told = (crc, wide[1], wide[0])
-    if told != (central.crc, central.stored, central.size) and not (later and told == (0, 0, 0)):
-        raise wrong("sizes that differ from the directory's", "the same twice: the file is damaged")
-    if begin + central.stored > directory.begin:
-        got = f"an entry of {central.stored:,} bytes from byte {begin:,} on"
-        raise wrong(got, f"one that ends before byte {directory.begin:,}: the file is truncated or damaged")
-    if central.method == _STORED and central.stored != central.size:
-        raise wrong(f"{central.stored:,} bytes that unpack to {central.size:,}", "as many: it is not compressed")
-    return Entry(central.name, central.method == _DEFLATED, begin, central.stored, central.size, central.crc)
+    wide: list[int] | None = [own_size, own_stored]
+    if _FULL32 in wide:
+        wide = _wide_fields(texts[name_length:], wide)
+    is_same = magic == MAGIC and own_flags == flags and own_method == method and texts[:name_length] == raw_name
+    if wide is None or not is_same:
+        raise refused("a header that differs from the directory's", "the same twice: the file is damaged")
+    own = (own_crc, *wide)
+    if own != (crc, size, stored) and not (flags & _SIZES_FOLLOW_FLAG and own == (0, 0, 0)):
+        raise refused("sizes that differ from the directory's", "the same twice: the file is damaged")
+    if begin + stored > end:
+        got = f"an entry of {stored:,} bytes from byte {begin:,} on"
+        raise refused(got, f"one that ends before byte {end:,}: the file is truncated or damaged")
+    if method == _STORED and stored != size:
+        raise refused(f"{stored:,} bytes that unpack to {size:,}", "as many: it is not compressed")
+    return Entry(name, method == _DEFLATED, begin, stored, size, crc)
 
 
 def check_sum(path: Path, data: Array, entry: Entry) -> None:

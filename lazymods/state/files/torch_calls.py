@@ -6,6 +6,7 @@ only the few functions are known that ``torch.save`` writes, and what they make 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -122,6 +123,24 @@ class Storage(NamedTuple):
     begin: int = 0
 
 
+class Layout(NamedTuple):
+    """Where the numbers of a tensor lie in its storage.
+
+    Attributes:
+        shape: Its shape.
+        strides: How many numbers there are from one to the next along each axis.
+        extent: How many there are from the first to the last, both counted; 0: it has none.
+        room: How many it has; with a length of 0, how many if that were 1.
+        is_contiguous: Whether they lie one after the other.
+    """
+
+    shape: Shape
+    strides: Shape
+    extent: int
+    room: int
+    is_contiguous: bool
+
+
 class Tensor(NamedTuple):
     """A tensor that lies inside its storage.
 
@@ -130,9 +149,7 @@ class Tensor(NamedTuple):
         dtype: The name of its dtype, as PyTorch has it.
         itemsize: The bytes of a number.
         offset: Where in the storage it begins, in numbers.
-        shape: Its shape.
-        strides: How many numbers there are from one to the next along each axis.
-        is_contiguous: Whether they lie one after the other.
+        layout: Where its numbers lie from there on.
         is_conjugate: Whether the numbers of the storage are to be conjugated.
         is_negative: Whether they are to be negated.
     """
@@ -141,27 +158,9 @@ class Tensor(NamedTuple):
     dtype: str
     itemsize: int
     offset: int
-    shape: Shape
-    strides: Shape
-    is_contiguous: bool
+    layout: Layout
     is_conjugate: bool = False
     is_negative: bool = False
-
-
-class Layout(NamedTuple):
-    """Where the numbers of a tensor lie in its storage.
-
-    Attributes:
-        shape: Its shape.
-        strides: How many numbers there are from one to the next along each axis.
-        extent: How many there are from the first to the last, both counted; 0: it has none.
-        is_contiguous: Whether they lie one after the other.
-    """
-
-    shape: Shape
-    strides: Shape
-    extent: int
-    is_contiguous: bool
 
 
 class Refused(NamedTuple):
@@ -278,7 +277,8 @@ def layout_of(size: Any, stride: Any) -> Layout:
     if not _are_lengths(size) or not _are_lengths(stride) or len(size) != len(stride):
         raise ValueError("a tensor whose sizes or strides are none")
     extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    return Layout(tuple(size), tuple(stride), extent, _is_contiguous(size, stride))
+    room = math.prod(n or 1 for n in size)
+    return Layout(tuple(size), tuple(stride), extent, room, _is_contiguous(size, stride))
 
 
 def _is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -296,12 +296,11 @@ def placed(storage: Storage, dtype: str, itemsize: int, offset: int, layout: Lay
     Raises:
         Malformed: If it does not lie inside.
     """
-    shape, strides, extent, is_contiguous = layout
-    if extent and (offset + extent) * itemsize > storage.nbytes:
-        size = printable(str(shape))
+    if layout.extent and (offset + layout.extent) * itemsize > storage.nbytes:
+        size = printable(str(layout.shape))
         got = f"a tensor of shape {size} that ends past the {storage.nbytes:,} bytes of its storage"
         raise Malformed(got, "tensors inside their storages")
-    return Tensor(storage, dtype, itemsize, offset, shape, strides, is_contiguous)
+    return Tensor(storage, dtype, itemsize, offset, layout)
 
 
 def _bits(metadata: Mapping[str, Any]) -> tuple[bool, bool]:

@@ -94,7 +94,9 @@ class Records:
                 last = last if kind is None else max(last, kind.last)
             kind, layout, numel, offset = kinds[names], _layout(size, stride), _number(numel), _number(offset)
             name_at, tensor_at, key_at = _INDICES(name_at + tensor_at + (key_at or tensor_at))
-            if kind is None or layout is None or min(numel, offset) < 0 or min(name_at, key_at, tensor_at) <= last:
+            if kind is None or layout is None or numel < 0 or offset < 0:
+                break
+            if name_at <= last or key_at <= last or tensor_at <= last:
                 break
             memo[name_at] = stack[-1]
             if key is None:

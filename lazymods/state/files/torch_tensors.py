@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,11 +12,11 @@ import numpy as np
 
 from lazymods.state.files import torch_pickle
 from lazymods.state.files.stored import (
+    MAX_RANK,
     Array,
     StoredTensor,
     check_unpacked,
     dtype_named,
-    possible,
     printable,
     refuse,
     small_dtype_named,
@@ -68,8 +69,7 @@ def named(path: Path, data: Array, tree: Any, places: Mapping[str, int], *, is_s
         raise refuse(path, f"a {_called(tree)}", "a state dict: a mapping from names to tensors")
     names = _Names(path, data, places, is_swapped)
     names.add("", tree, 0)
-    expanded = [t for t in names.found.values() if isinstance(t, StoredTensor)]
-    check_unpacked(path, sum(t.nbytes for t in expanded), len(data))
+    check_unpacked(path, names.nbytes, len(data))
     is_module = isinstance(tree, ModuleState)
     roots = () if is_module else tuple(str(key) for key, value in tree.items() if names.holds_tensors(value))
     return Named(names.found, roots, names.ties.values())
@@ -88,7 +88,7 @@ class _Names:
         self.found: dict[str, Any] = {}
         self.first: dict[Any, str] = {}
         self.ties: dict[str, list[str]] = {}
-        self.characters = 0
+        self.characters = self.nbytes = 0
 
     def holds_tensors(self, value: Any, depth: int = 0) -> bool:
         """Say whether a value is a mapping that has a tensor anywhere in it."""
@@ -120,17 +120,19 @@ class _Names:
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None or (tensor.is_negative and dtype.kind in "biu"):
             raise refuse(self.path, f"dtype {tensor.dtype}", f"one of {', '.join(_DTYPES)}", tensor=name)
-        shape, storage = tensor.shape, tensor.storage
-        if not possible(shape, dtype):
+        layout, storage = tensor.layout, tensor.storage
+        shape, nbytes = layout.shape, layout.room * tensor.itemsize
+        if len(shape) > MAX_RANK or nbytes > sys.maxsize:
             raise refuse(self.path, f"shape {printable(str(shape))}", "a shape that an array can have", tensor=name)
         begin = self.places[storage.key if storage.root is None else storage.root] + storage.begin
-        if 0 not in shape:
+        if layout.extent:
+            self.nbytes += nbytes
             begin += tensor.offset * tensor.itemsize
-            first = self.first.setdefault((begin, dtype, *shape, *tensor.strides), name)
+            first = self.first.setdefault((begin, tensor.dtype, layout), name)
             if first is not name:
                 self.ties.setdefault(first, [first]).append(name)
         is_computed = tensor.is_conjugate or tensor.is_negative or self.is_swapped
-        if not is_computed and tensor.is_contiguous:
+        if not is_computed and layout.is_contiguous:
             return StoredTensor(name, shape, dtype, self.path, self.data, begin)
         read = partial(_read, self.data, begin, tensor, dtype, self.is_swapped)
         return StoredTensor(name, shape, dtype, self.path, read)
@@ -138,11 +140,12 @@ class _Names:
 
 def _read(data: Array, begin: int, tensor: Tensor, dtype: np.dtype[Any], is_swapped: bool) -> Array:
     """Return the numbers of a tensor: a view of the file, unless they have to be computed from what is there."""
-    strides = [s * tensor.itemsize if n > 1 else 0 for n, s in zip(tensor.shape, tensor.strides, strict=True)]
+    shape, strides, *_ = tensor.layout
+    strides = [step * tensor.itemsize if n > 1 else 0 for n, step in zip(shape, strides, strict=True)]
     kind = dtype
     if is_swapped:  # what numpy has no name for is swapped as integers of its size
         kind = (dtype if small_dtype_named(dtype.name) is None else np.dtype(f"u{dtype.itemsize}")).newbyteorder(">")
-    array = np.ndarray(tensor.shape, kind, data, begin, strides)
+    array = np.ndarray(shape, kind, data, begin, strides)
     if is_swapped:
         array = array.astype(kind.newbyteorder("=")).view(dtype)
     array = np.conjugate(array) if tensor.is_conjugate and dtype.kind == "c" else array

@@ -13,7 +13,7 @@ import pytest
 from checkpoint_files import archive_of, patched, refusal, stream_of, values, zipped
 
 from lazymods.state.files import stored, torch_pickle
-from lazymods.state.files.torch_calls import Storage, Tensor
+from lazymods.state.files.torch_calls import Layout, Storage, Tensor
 
 torch = pytest.importorskip("torch", reason="torch is an extra")
 
@@ -263,7 +263,8 @@ def test_walking_gives_what_the_pickle_says() -> None:
     raw = np.frombuffer(entries_of({"x": torch.ones(2, 3), "n": [1, None, (2.5, "t")]})["archive/data.pkl"], np.uint8)
     walked = torch_pickle.walk(raw)
     storage = Storage("0", "float32", 6, 24, 4)
-    assert walked.value == {"x": Tensor(storage, "float32", 4, 0, (2, 3), (3, 1), True), "n": [1, None, (2.5, "t")]}
+    tensor = Tensor(storage, "float32", 4, 0, Layout((2, 3), (3, 1), 6, 6, True))
+    assert walked.value == {"x": tensor, "n": [1, None, (2.5, "t")]}
     assert walked.storages == {"0": storage}
     assert walked.end == len(raw)
 
