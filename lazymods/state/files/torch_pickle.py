@@ -111,7 +111,7 @@ class _Machine:
         self.outer: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
         self.storages: dict[str, Storage] = {}
-        self.records: Records | None = Records(raw, self.memo, self.register) if in_pieces else None
+        self.records: Records | None = Records(raw, self.memo, self.storages, self.register) if in_pieces else None
 
     def run(self) -> tuple[Any, int]:
         """Return the value, and where the pickle ends."""

@@ -50,6 +50,9 @@ class _Kind(NamedTuple):
     last: int
 
 
+_NO_TENSORS = _Kind("", 0, 0)
+
+
 class Records:
     """The tensors of one pickle that are followed as one piece each.
 
@@ -58,11 +61,18 @@ class Records:
     Args:
         raw: The pickle.
         memo: The values that instructions remember, by their index.
-        register: Keeps a storage that is declared.
+        storages: The storages that were declared, by their key.
+        register: Compares one that is declared again.
     """
 
-    def __init__(self, raw: Any, memo: dict[int, Any], register: Callable[[Storage], Storage]) -> None:
-        self.raw, self.memo, self.register = raw, memo, register
+    def __init__(
+        self,
+        raw: Any,
+        memo: dict[int, Any],
+        storages: dict[str, Storage],
+        register: Callable[[Storage], Storage],
+    ) -> None:
+        self.raw, self.memo, self.storages, self.register = raw, memo, storages, register
         self._left_out = bytearray()
 
     def follow(self, at: int, stack: list[Any], most: int) -> int:
@@ -81,20 +91,21 @@ class Records:
             Malformed: If a tensor does not lie in its storage.
             ValueError: If a storage is declared in two ways.
         """
-        raw, memo = self.raw, self.memo
-        kinds: dict[Any, _Kind | None] = {}
+        raw, memo, storages = self.raw, self.memo, self.storages
+        kinds: dict[Any, _Kind] = {}
         last = 0  # no value that they all name is remembered anew
         left_out: list[bytes | None] = []
         while (found := _TENSOR.match(raw, at)) is not None and len(stack) < most:
             name_at, maker, label, cls, length, key, key_at, known, place, numel, *rest = found.groups()
             storage_at, offset, size, size_at, stride, stride_at, hooks, hooks_at, call_at, tensor_at = rest
             names = (maker, label, cls, place, hooks)
-            if names not in kinds:
-                kinds[names] = kind = _kind(memo, *names)
-                last = last if kind is None else max(last, kind.last)
-            kind, layout, numel, offset = kinds[names], _layout(size, stride), _number(numel), _number(offset)
+            kind = kinds.get(names)
+            if kind is None:
+                kind = kinds[names] = _kind(memo, *names)
+                last = max(last, kind.last)
+            layout, numel, offset = _layout(size, stride), _number(numel), _number(offset)
             name_at, tensor_at, key_at = _INDICES(name_at + tensor_at + (key_at or tensor_at))
-            if kind is None or layout is None or numel < 0 or offset < 0:
+            if not kind.itemsize or layout is None or numel < 0 or offset < 0:
                 break
             if name_at <= last or key_at <= last or tensor_at <= last:
                 break
@@ -105,8 +116,11 @@ class Records:
                 memo[key_at] = key = key.decode()
             if type(key) is not str:
                 break
-            storage = self.register(Storage(key, kind.dtype, numel, numel * kind.itemsize, kind.itemsize))
-            memo[tensor_at] = tensor = torch_calls.placed(storage, kind.dtype, kind.itemsize, offset, layout)
+            dtype, itemsize, _ = kind
+            storage = Storage._make((key, dtype, numel, numel * itemsize, itemsize, None, 0))  # faster than by its name
+            if storages.setdefault(key, storage) is not storage:  # one that several tensors share
+                storage = self.register(storage)
+            memo[tensor_at] = tensor = torch_calls.placed(storage, dtype, itemsize, offset, layout)
             left_out += (storage_at, size_at, stride_at, hooks_at, call_at)
             stack.append(tensor)
             at = found.end()
@@ -137,14 +151,14 @@ def text_at(raw: Any, at: int) -> tuple[str, int]:
     return str(raw[at + 4 : end], "utf-8", "surrogatepass"), end
 
 
-def _kind(memo: dict[int, Any], *gets: bytes) -> _Kind | None:
-    """Return what tensors have in common that name these values; None if ``torch.save`` names others."""
+def _kind(memo: dict[int, Any], *gets: bytes) -> _Kind:
+    """Return what tensors have in common that name these values; without bytes if ``torch.save`` names others."""
     indices = [_index(get) for get in gets]
     maker, label, cls, place, hooks = [memo[index] for index in indices]
     if not type(maker) is type(cls) is type(hooks) is Global or cls.name not in STORAGES:
-        return None
+        return _NO_TENSORS
     if (maker.name, label, hooks.name) != (_MAKER, "storage", "collections.OrderedDict") or type(place) is not str:
-        return None
+        return _NO_TENSORS
     return _Kind(*STORAGES[cls.name], max(indices))
 
 
