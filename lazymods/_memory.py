@@ -150,10 +150,12 @@ def _copied(items: Sequence[Incoming], advance: Callable[[int], None] | None) ->
 
 
 def _pieces(target: Array, source: Array) -> list[tuple[Array, Array]]:
-    """Cut an array along its first axis that is long enough, into parts of about a chunk."""
-    if target.nbytes <= _CHUNK:
+    """Cut an array along its first axis that is long enough, into parts of about a chunk: those lie together."""
+    count = -(-target.nbytes // _CHUNK)
+    if count == 1:
         return [(target, source)]
-    axis = max(range(target.ndim), key=lambda i: target.shape[i])
+    longest = max(range(target.ndim), key=lambda i: target.shape[i])
+    axis = next((i for i, length in enumerate(target.shape) if length >= count), longest)
     step = max(1, target.shape[axis] * _CHUNK // target.nbytes)
     cuts = [(slice(None),) * axis + (slice(a, a + step),) for a in range(0, target.shape[axis], step)]
     return [(target[cut], source[cut]) for cut in cuts]
