@@ -226,13 +226,9 @@ def test_private_attributes_of_jax_and_flax_are_used_in_one_file() -> None:
     replacing = (
         *("state/layouts/rule.py", "_initial/program.py", "lazytensor/reach.py"),
         *("state/entries.py", "state/load.py", "state/training.py"),
-        *("porting/comparing.py", "porting/parity.py", "_layer/blocks.py"),
+        *("porting/comparing.py", "porting/parity.py", "_layer/blocks.py", "state/files/torch_calls.py"),
     )
-    of_named_tuples = {name: {"_replace"} for name in replacing} | {
-        "state/files/torch_calls.py": {"_make", "_replace"},
-        "state/files/torch_records.py": {"_make"},
-        "state/files/archive.py": {"_make"},
-    }
+    of_named_tuples = {name: {"_replace"} for name in replacing}
     of_sys = {name: {"_getframe"} for name in ("_layer/factory.py", "_layer/ties.py", "_graph.py")}
     assert used == of_sys | of_named_tuples
 
