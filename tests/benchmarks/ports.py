@@ -115,8 +115,12 @@ def written(folder: Path, tensors: dict[str, Any]) -> dict[str, Path]:
         files[".pt"] = folder / "pytorch_model.pt"
         torch.save({name: torch.from_numpy(array) for name, array in tensors.items()}, files[".pt"])
     small = {f"layers.{i}.weight": np.zeros(4, np.float32) for i in range(MANY)}
-    save_file(small, folder / "many.safetensors")
-    save_file({"weight": np.zeros(4, np.float32)}, folder / "one.safetensors")
+    for name, arrays in (("many", small), ("one", {"weight": np.zeros(4, np.float32)})):
+        save_file(arrays, folder / f"{name}.safetensors")
+        if ".pt" in files:
+            import torch
+
+            torch.save({name: torch.from_numpy(array) for name, array in arrays.items()}, folder / f"{name}.pt")
     return files
 
 
@@ -150,10 +154,11 @@ def main() -> None:
         print(f"  read               {1e3 * floor:6.1f} ms")
         if ".pt" not in files:
             print("  .pt          torch is not installed")
-        paths = str(folder / "many.safetensors"), str(folder / "one.safetensors")
-        opened = [run(cache, OPEN, *paths) for _ in range(3)]
-        spent, memory = (min(values) for values in zip(*opened, strict=True))
-        print(f"  open               {1e6 * spent:6.1f} us, {memory:.0f} bytes a tensor")
+        for suffix in (".safetensors", ".pt") if ".pt" in files else (".safetensors",):
+            paths = str(folder / f"many{suffix}"), str(folder / f"one{suffix}")
+            opened = [run(cache, OPEN, *paths) for _ in range(3)]
+            spent, memory = (min(values) for values in zip(*opened, strict=True))
+            print(f"  open {suffix:12}  {1e6 * spent:6.1f} us, {memory:.0f} bytes a tensor")
 
 
 if __name__ == "__main__":
