@@ -75,6 +75,7 @@ def test_custom_lazy_module():
         np.testing.assert_array_equal(lazy.centers[...], explicit.centers[...])
 
 
+@pytest.mark.slow
 def test_from_torch_habits():
     seen = load("from_torch_habits").main()
     assert seen.pop("accuracy") > 0.9

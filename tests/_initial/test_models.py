@@ -102,6 +102,7 @@ def test_a_dtype_that_was_changed_is_cast_after_the_draw() -> None:
     assert_same_bits(layer.kernel.get_value(), explicit.kernel.get_value().astype(jnp.bfloat16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_init_backend_draws_on_the_cpu_for_any_device(dtype: str) -> None:
     options = {"param_dtype": jnp.dtype(dtype), "dtype": jnp.dtype(dtype)}

@@ -298,6 +298,7 @@ def test_becomes_what_the_constructor_makes(name: str, way: Callable[..., Any]) 
             assert_same_array(raw(params[path]), raw(fresh[path]), path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copier", [copy.deepcopy, nnx.clone, lambda m: nnx.merge(*nnx.split(m), copy=True),
                                     lambda m: pickle.loads(pickle.dumps(m))],
                          ids=["deepcopy", "clone", "split-merge", "pickle"])

@@ -192,6 +192,7 @@ def test_a_model_mapped_over_its_parameters_made_once_is_refused() -> None:
     assert_same_bits(lazy(X), plain_mlp()(X))
 
 
+@pytest.mark.slow
 def test_stacked_models_fail_and_retry() -> None:
     lazy, want = stacked(), stacked(8)
     run = STACKED["nnx.vmap"]

@@ -231,6 +231,7 @@ def test_a_lazy_module_among_the_arguments_is_not_passed_over_in_silence() -> No
         assert not lm.is_lazy(other) or report.unreached
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, "float16", np.dtype("float16")], ids=str)
 def test_dtype_is_that_of_floating_parameters(dtype: Any) -> None:
     model, want = ConvNet(True, rngs=nnx.Rngs(0)), ConvNet(False, rngs=nnx.Rngs(0))

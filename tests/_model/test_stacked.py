@@ -167,6 +167,7 @@ def test_reports_say_what_those_of_the_explicit_stack_do(name: str, axis: str) -
         assert lm.is_lazy(model.models)
 
 
+@pytest.mark.slow
 def test_what_appears_in_a_stack_of_mixed_axes_is_refused() -> None:
     """Where a value that is there at some sizes only would lie is not to be told."""
     lazy, explicit, shape = LAYERS["residual"]

@@ -129,6 +129,7 @@ def test_real_gradients_integers_and_aux_are_left_alone() -> None:
     near(pair[1], [3 + 4j])
 
 
+@pytest.mark.slow
 def test_module_hooks_see_what_jax_passes_and_change_it() -> None:
     """Inside the backward pass there is one convention, JAX's; conjugate speaks of what is returned."""
     model, seen = Net(), []

@@ -18,6 +18,7 @@ ROWS = [[cell.strip("` ") for cell in line.strip("| ").split(" | ")] for line in
 EXPRESSIONS = [f"{row[0]} at {row[2]}" for row in ROWS]
 
 
+@pytest.mark.slow
 def test_the_python_of_the_page_runs() -> None:
     names: dict[str, Any] = {"__name__": "autograd"}
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # what users have

@@ -41,6 +41,7 @@ def affine(key, shape, dtype=jnp.float32):
     return jax.random.normal(key, shape, dtype) * 0.02 + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("init", "whole"),
     [
@@ -111,6 +112,7 @@ class ByHand(lm.LazyModuleMixin, nnx.Module):
         return self.inner(x @ self.w[...])
 
 
+@pytest.mark.slow
 def test_a_layer_written_by_hand_that_makes_others():
     mesh, key = grid(), nnx.Rngs(0).params()
     rules = [("^w", P("data", "model")), ("inner.kernel", P("data"))]
@@ -132,6 +134,7 @@ def test_a_layer_written_by_hand_that_makes_others():
     assert (metadata["out_sharding"], metadata["note"], metadata["eager_sharding"]) == (("model",), "kept", True)
 
 
+@pytest.mark.slow
 def test_what_is_ready_moves_and_random_state_stays():
     def make(lazy) -> Any:
         second = lazy_linear(rngs=nnx.Rngs(1)) if lazy else nnx.Linear(16, 16, rngs=nnx.Rngs(1))
@@ -205,6 +208,7 @@ def test_a_mesh_inside_a_program_is_refused(jit):
     assert lm.is_lazy(model.layers[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [0, 1])
 def test_layers_that_vmap_has_stacked(axis):
     def stack(make):
@@ -277,6 +281,7 @@ def test_the_mesh_of_set_mesh_does_as_flax_does(metadata):
         np.testing.assert_array_equal(array, twin)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lazy_linear, lambda rngs: ByHand(rngs)], ids=["layer", "by hand"])
 def test_the_mesh_of_set_mesh_gets_parts_that_are_drawn_alone(make, monkeypatch):
     """Also from keys that were made in its context; nothing is computed as a whole by all of its devices."""
@@ -327,6 +332,7 @@ def test_a_placeholder_is_told_where_it_goes():
     assert_placed(model.layers[0].kernel.get_value(), grid(), P("data"))
 
 
+@pytest.mark.slow
 def test_rules_see_a_tie_by_its_first_name_in_the_state_dict():
     class Tied(nnx.Module):
         def __init__(self, rngs):
@@ -344,6 +350,7 @@ def test_rules_see_a_tie_by_its_first_name_in_the_state_dict():
     assert report.total_bytes_per_device == 8 * 8 * 4 // 4
 
 
+@pytest.mark.slow
 def test_nothing_is_made_that_is_larger_than_a_part():
     before = live_bytes()
     model = lm.LazyLinear(4096, rngs=nnx.Rngs(0))

@@ -125,6 +125,7 @@ def stack(seed: int) -> Any:
     return nnx.Dict(blocks=lm.Stack(Block, 4, rngs=nnx.Rngs(seed)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", [P("layers", None, "model"), P(None, "model"), P()], ids=str)
 @pytest.mark.parametrize("way", ["lazy", "ready", "where it is"])
 def test_a_load_of_a_stack_inside_a_transform(way: str, spec: Any) -> None:

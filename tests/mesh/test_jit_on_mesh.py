@@ -185,6 +185,7 @@ def test_a_model_that_is_moved_between_calls_stays_where_it_is_now():
     assert_all_close(optimizer, want_optimizer)
 
 
+@pytest.mark.slow
 def test_more_placements_than_a_program_keeps():
     mesh, step = mesh_of(a=2, b=2, c=2), lm.jit(lambda counter: counter.set_value(counter[...] + 1))
     orders = itertools.permutations((None, None, "a", "b", "c"), 2)
@@ -199,6 +200,7 @@ def test_more_placements_than_a_program_keeps():
         np.testing.assert_array_equal(counter.get_value(), np.full((8, 8), number + 1))
 
 
+@pytest.mark.slow
 def test_explain_says_that_a_model_has_come_to_a_mesh():
     mesh, model = mesh_of(data=4, model=2), nnx.Linear(8, 4, use_bias=False, rngs=nnx.Rngs(0))
     call = lm.jit(lambda model, x: model(x))
@@ -225,6 +227,7 @@ def test_a_batch_on_other_devices_is_refused_and_changes_nothing():
     assert_all_close(model, one_device(2)[1])
 
 
+@pytest.mark.slow
 def test_what_is_compiled_ahead_refuses_other_places():
     mesh = mesh_of(data=4, model=2)
     model, optimizer = trainer(mesh)
@@ -238,6 +241,7 @@ def test_what_is_compiled_ahead_refuses_other_places():
 # ---------------------------------------------------------------- programs
 
 
+@pytest.mark.slow
 def test_an_update_with_gradients_in_place_is_each_devices_own_business():
     mesh = mesh_of(data=4, model=2)
     model, optimizer = trainer(mesh, tx=optax.adamw(1e-2))
@@ -272,6 +276,7 @@ class Noisy(nnx.Module):
         return self.drop(self.fc(x)) + self.table[...][None]
 
 
+@pytest.mark.slow
 def test_small_arrays_that_nobody_has_placed_are_copied_once():
     mesh, model, want = mesh_of(data=4, model=2), Noisy(), Noisy()
     spread(model.fc, mesh, [("kernel", P(None, "model"))])
@@ -301,6 +306,7 @@ def test_small_arrays_that_nobody_has_placed_are_copied_once():
         call(model, put(mesh, P("data"), batch(0)[0]))
 
 
+@pytest.mark.slow
 def test_on_a_part_of_the_devices():
     for mesh in (mesh_of(data=2, model=2), mesh_of(data=1, model=1)):
         model, optimizer = trainer(mesh)

@@ -51,6 +51,7 @@ def test_training_in_blocks(check):
     assert kernel.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "model")), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_blocks_under_set_mesh(kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
@@ -70,6 +71,7 @@ def test_blocks_under_set_mesh(kind):
         assert jax.typeof(one) == jax.typeof(other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", [False, True], ids=["", "check"])
 def test_operations_that_name_devices(check):
     mesh = mesh_of(data=4, model=2)
@@ -104,6 +106,7 @@ def test_two_meshes_in_one_block():
         np.asarray(wrong)
 
 
+@pytest.mark.slow
 def test_a_lazy_layer_in_a_block_under_set_mesh():
     mesh = mesh_of(data=4, model=2)
     metadata: Any = {"kernel_metadata": {"out_sharding": (None, "model")}}

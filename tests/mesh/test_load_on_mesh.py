@@ -56,6 +56,7 @@ def write_all(out: Path, model: nnx.Module) -> None:
         checkpointer.save(out.resolve() / "wide_orbax", wide)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["own", "bfloat16"])
 @pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "ready"])
 @pytest.mark.parametrize("name", FORMATS)
@@ -143,6 +144,7 @@ def test_layouts_of_pytorch(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- names and places
 
 
+@pytest.mark.slow
 def test_a_tie_has_its_first_name(tmp_path: Path) -> None:
     def tied(seed: int) -> nnx.Dict:
         a, b = nnx.Linear(8, 8, rngs=nnx.Rngs(seed)), nnx.Linear(8, 8, rngs=nnx.Rngs(seed))
@@ -173,6 +175,7 @@ class Others(nnx.Module):
         self.rngs = nnx.Rngs(k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["o.safetensors", "o.npz", "o"])
 def test_arrays_of_all_kinds(name: str, tmp_path: Path) -> None:
     mesh, model, want = mesh_of(data=4, model=2), Others(1), Others(2)

@@ -66,12 +66,14 @@ def test_values(shape, spec):
     check(*drawn(INITS["lecun_normal"], shape, spec))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INITS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_values_of_each_initializer(name, dtype):
     check(*drawn(INITS[name], (104, 208), P("a", ("b", "c")), jax.numpy.dtype(dtype)))
 
 
+@pytest.mark.slow
 def test_some_devices_in_another_order():
     mesh = jax.sharding.Mesh(np.array(jax.devices())[[6, 1, 4, 3]].reshape(2, 2), ("a", "b"))
     got, want = drawn(INITS["normal"], (8, 1030), P("b", "a"), mesh=mesh)
@@ -79,6 +81,7 @@ def test_some_devices_in_another_order():
     assert {d.id for d in got.devices()} == {6, 1, 4, 3}
 
 
+@pytest.mark.slow
 def test_a_copy_that_is_donated_leaves_the_others():
     """They share their memory."""
     got, want = drawn(INITS["normal"], (512, 512), P("a"))

@@ -40,6 +40,7 @@ def on_mesh(tmp_path: Path, seed: int = 3) -> tuple[nnx.Dict, nnx.Dict, Any]:
     return spread, one, mesh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
 def test_the_file_is_that_of_one_device(suffix: str, tmp_path: Path) -> None:
     spread, one, _ = on_mesh(tmp_path)
@@ -52,6 +53,7 @@ def test_the_file_is_that_of_one_device(suffix: str, tmp_path: Path) -> None:
     assert {n: np.asarray(v).shape for n, v in got.items()} == {n: np.asarray(v).shape for n, v in want.items()}
 
 
+@pytest.mark.slow
 def test_what_was_brought_to_the_host_is_not_kept(tmp_path: Path) -> None:
     """As JAX keeps what ``numpy.asarray`` gives; then a save would have all of the model on the host."""
     spread, _, _ = on_mesh(tmp_path)
@@ -64,6 +66,7 @@ def test_what_was_brought_to_the_host_is_not_kept(tmp_path: Path) -> None:
         assert gone() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("a.safetensors", "b"), ("a", "b.npz")], ids=str)
 def test_from_one_mesh_to_another(names: tuple[str, str], tmp_path: Path) -> None:
     spread, one, _ = on_mesh(tmp_path)
@@ -80,6 +83,7 @@ def test_from_one_mesh_to_another(names: tuple[str, str], tmp_path: Path) -> Non
         assert len(arrays(back)[name].devices()) == 1
 
 
+@pytest.mark.slow
 def test_a_save_in_the_background_has_the_values_of_its_beginning(tmp_path: Path) -> None:
     spread, one, mesh = on_mesh(tmp_path)
     step = jax.jit(lambda values: jax.tree.map(lambda x: x * 0, values), donate_argnums=0)

@@ -54,6 +54,7 @@ def entries_of(model: Any) -> dict[str, np.ndarray[Any, Any]]:
     return {name: np.asarray(value) for name, value in lm.state_dict(model).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPECS)
 def test_born_in_parts(kind: str) -> None:
     mesh, seen = mesh_of(layers=2, model=4), {}
@@ -215,6 +216,7 @@ def test_explicit_axes(compile: Any) -> None:
     assert_placed(got.blocks_as_one.statistics.mean.get_value(), mesh, P("layers"))
 
 
+@pytest.mark.slow
 def test_a_second_mesh_of_partitioned_kernels() -> None:
     class Partitioned(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:

@@ -65,6 +65,7 @@ def test_all_kinds_of_places_and_changes(donate):
             np.testing.assert_allclose(raw(got), raw(expected), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_value_of_another_shape_is_left_to_xla():
     mesh = mesh_of(data=4, model=2)
     cache = nnx.Cache(put(mesh, P("data"), jnp.ones((4, 4))))

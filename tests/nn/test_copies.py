@@ -83,6 +83,7 @@ def test_copy_of_a_sized_layer_is_flax_own(row: Row, make_copy: Copy) -> None:
     assert_same_bits(row.call(twin), row.call(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", HOLDS_JITTED, ids=str)
 def test_what_flax_cannot_pickle(row: Row) -> None:
     layer, want = row.twins()

@@ -85,6 +85,7 @@ def test_in_a_lazy_class_of_the_users_own() -> None:
     assert_same(lazy, want)
 
 
+@pytest.mark.slow
 def test_hooks_of_a_stack_and_of_layers_in_it() -> None:
     model, want = Model(Normed, "ready"), Model(Normed, "list")
     lm.materialize(model, X)

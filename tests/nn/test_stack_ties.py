@@ -154,6 +154,7 @@ def test_a_frozen_heap_is_looked_at() -> None:
         gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [nnx.jit, lm.jit])
 def test_a_list_that_was_compiled_becomes_a_stack(compile: Any) -> None:
     got, want = Model(3, tied=False), Model(3, tied=False)

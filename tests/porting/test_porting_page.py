@@ -22,6 +22,7 @@ def without_rounding(text: str) -> list[str]:
     return [re.sub(r"\d\.\de-0[5-9]|0\.0e\+00", "tiny", line).rstrip() for line in text.splitlines()]
 
 
+@pytest.mark.slow
 def test_its_python_prints_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="the page ports a model from PyTorch")
     monkeypatch.chdir(tmp_path)

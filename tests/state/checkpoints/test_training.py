@@ -120,6 +120,7 @@ def test_random_streams_alone_come_back(tmp_path: Path, suffix: str) -> None:
             assert_same_bits(dict(nnx.to_flat_state(got))[path].get_value(), value.get_value())
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_a_state_is_not_saved(tmp_path: Path) -> None:
     state = new_state(0)
     state["model"](X)

@@ -32,6 +32,7 @@ def test_good_files_are_read(tmp_path: Path, good) -> None:
         assert outcome_of(folder if len(tree) > 1 else folder / next(iter(tree))) == "read", kind
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Duplicate name")  # of zipfile, which writes the cases
 def test_damaged_files_are_read_or_refused(tmp_path: Path, good) -> None:
     outcomes = []

@@ -100,6 +100,7 @@ def of_each(raw: bytes) -> Any:
     return type(want)
 
 
+@pytest.mark.slow
 def test_a_damaged_pickle_is_read_or_refused_as_by_single_instructions() -> None:
     raw = pickled(state_dict())
     draw = random.Random(0)
