@@ -70,6 +70,7 @@ class _Matcher:
             short = tuple(k for i, k in enumerate(path) if not (k == "layers" and path[:i] in sequential))
             for spelling in (path, short):
                 self.spellings.setdefault(_canonical(dotted(spelling)), set()).add(dotted(path))
+        self.wrappers = set(_WRAPPED).difference(*(path for path, _ in survey.named_nodes))
         self.stacks = {} if leaves else _recurrent_stacks(survey.named_nodes)
 
     def matched(self, tensors: Mapping[str, Any]) -> dict[str, str]:
@@ -93,7 +94,7 @@ class _Matcher:
         """Return a name with dots, without wrappers and collections that the model has no child of."""
         if self._is_known(name):
             return name
-        parts = [part for part in re.split(r"[./]", name) if part not in _WRAPPED]
+        parts = [part for part in re.split(r"[./]", name) if part not in self.wrappers]
         while len(parts) > 1 and parts[0] in PREFIXES and parts[0] not in self.nodes:
             parts = parts[1:]
         return ".".join(parts)
