@@ -207,6 +207,7 @@ def test_a_stack(axis: int, n: int) -> None:
     np.testing.assert_array_equal(got.layers[1].kernel, kernel)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", WIDTHS)
 def test_built_in_a_compiled_function(n: int) -> None:
     @nnx.jit(static_argnums=0)

@@ -259,6 +259,7 @@ def test_what_cannot_be_recorded_is_left_to_the_initializer(init: Callable[..., 
     assert in_blocks(init, [(6, 6)], jnp.dtype("float32")) == [None]
 
 
+@pytest.mark.slow
 def test_an_initializer_with_a_state_of_its_own_is_called_once() -> None:
     for draw in (lambda rng, key, shape: rng.normal(size=shape), lambda rng, key, shape: float(rng.normal())):
         calls = []

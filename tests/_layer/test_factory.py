@@ -325,6 +325,7 @@ def test_a_load_reads_the_sizes_back(name: str) -> None:
     assert_same(lazy, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["squares", "branches-small", "branches-odd", "branches-wide"])
 def test_a_load_whose_sizes_do_not_follow_is_finished_by_the_first_call(name: str) -> None:
     third = THIRD[name]
@@ -376,6 +377,7 @@ def test_the_rngs_that_are_kept_are_those_that_were_given() -> None:
 # ---------------------------------------------------------------- arguments
 
 
+@pytest.mark.slow
 def test_keyword_only_and_positional_only() -> None:
     layer = lm.lazy(Draws, infer=width)(m=3, rngs=nnx.Rngs(0, noise=7))
     layer(X)

@@ -133,6 +133,7 @@ class WithTeacher(nnx.Module):
         return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [lm.infer_shapes, lm.summary, lm.materialize])
 def test_a_model_that_holds_its_average_is_sized(size: Callable[..., Any]) -> None:
     model, want = WithTeacher(Maker(True)), WithTeacher(Maker(False))

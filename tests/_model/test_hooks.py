@@ -386,6 +386,7 @@ def test_on_a_container_that_is_not_called() -> None:
     assert list(lm.state_dict(layers)) == ["0.kernel", "0.bias"]
 
 
+@pytest.mark.slow
 def test_on_one_layer_of_a_lazy_model() -> None:
     model, want, x = lazy_mlp(), plain_mlp(), array(2, 8)
     with lm.register_forward_hook(model.fc1, double):
@@ -393,6 +394,7 @@ def test_on_one_layer_of_a_lazy_model() -> None:
     assert_same_model(model, want)
 
 
+@pytest.mark.slow
 def test_inside_a_recurrent_scan() -> None:
     def build(cell: Any) -> Any:
         return nnx.RNN(cell, rngs=nnx.Rngs(1))

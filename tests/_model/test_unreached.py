@@ -77,6 +77,7 @@ def trained(model: Any, optimizer: Any, compiled: bool) -> Any:
     return [float(step(model, optimizer)) for _ in range(3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_lazy_optimizer_makes_what_has_all_its_sizes(compiled: bool) -> None:
     model, want, tx = net(True), explicit(), optax.sgd(1e-2, momentum=0.9)

@@ -66,6 +66,7 @@ def near(got: Any, want: Any) -> None:
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [lambda f: f, lm.jit], ids=["plain", "lm.jit"])  # nnx.jit is for one thread
 def test_one_model(jit: Callable[[Any], Any]) -> None:
     model, want = Net(), nnx.grad(loss)(Net())

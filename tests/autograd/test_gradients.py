@@ -161,6 +161,7 @@ def test_gradients_and_mutations_are_those_of_nnx(options: dict[str, Any], jit: 
     assert_same(nnx.state(model), nnx.state(other))
 
 
+@pytest.mark.slow
 def test_places_from_the_end_are_those_that_are_given() -> None:
     def of_both(x: jax.Array, model: Net, scale: float = 2.0) -> jax.Array:
         return loss(model, x) * scale

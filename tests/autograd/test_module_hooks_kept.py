@@ -208,6 +208,7 @@ def test_what_is_no_module_or_no_function_is_refused(register: Any) -> None:
         register(Ours(len), 3)
 
 
+@pytest.mark.slow
 def test_a_hook_that_fails_is_told_and_leaves_the_model_as_it_was() -> None:
     def hook(m: Any, gi: Any, go: Any) -> None:
         raise OSError("inside")

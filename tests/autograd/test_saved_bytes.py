@@ -81,6 +81,7 @@ def test_total_of_a_model_is_what_jax_says():
     assert all(a is b for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.slow
 def test_rows_say_layer_operation_and_type():
     report = ag.saved_bytes(loss_fn, Net(nnx.Rngs(0)), X)
     dropped = [row for row in report.rows if row.layer == "drop"]

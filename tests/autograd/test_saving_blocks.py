@@ -64,6 +64,7 @@ def test_modules_change_in_a_block_as_outside(block, how):
     same(state_of(a), state_of(b))
 
 
+@pytest.mark.slow
 def test_a_lazy_model_is_initialized_by_lm_jit_in_a_block():
     def in_block(m, x):
         with ag.save_on_cpu():
@@ -311,6 +312,7 @@ IN_TURN = {
 FORMS = [*[(how, "scan") for how in HOW], *[("jit_of_grad", form) for form in IN_TURN if form != "scan"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "form"), FORMS)
 def test_each_iteration_of_a_scan_is_packed_alone_as_layers_in_turn_are(how, form):
     layers = jnp.asarray(np.random.default_rng(0).normal(size=36), jnp.float32)

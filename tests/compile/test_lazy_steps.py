@@ -124,6 +124,7 @@ def test_an_error_of_the_function_itself_is_raised_as_it_is() -> None:
     assert type(error.value) is ValueError
 
 
+@pytest.mark.slow
 def test_a_lazy_model_that_is_closed_over_is_sized_as_an_argument_is() -> None:
     model, explicit = Net(lazy=True), Net(lazy=False)
     slopes = lm.jit(lambda x: nnx.grad(loss)(model, x))

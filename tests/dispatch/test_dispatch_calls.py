@@ -92,6 +92,7 @@ def test_the_pair_is_the_derivative(kind: str, engine: str) -> None:
     same(jax.jit(jax.grad(lambda x: f(x).sum()))(X), 100 * X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
 @pytest.mark.parametrize("kind", PAIRS)
 def test_the_pair_has_both_modes_and_second_derivatives(kind: str, wrap: Any) -> None:

@@ -39,6 +39,7 @@ def test_argument_of_remat(row: Row) -> None:
     check_as_argument(row, nnx.remat(lambda m, *args: m(*args, **row.kwargs)), assert_same_bits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", MAIN, ids=str)
 def test_argument_of_vmap(row: Row) -> None:
     run = nnx.vmap(lambda m, *args: m(*args, **row.kwargs), in_axes=(None, *(0 for _ in row.args)))

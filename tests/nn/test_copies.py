@@ -101,6 +101,7 @@ def test_pickle_with_an_array_among_the_options() -> None:
     check_sized(layer, row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", HOLDS_JITTED, ids=str)
 def test_deepcopy_of_a_layer_with_functions(row: Row) -> None:
     """The copy has functions of its own, and so another GraphDef, as that of Flax's own layer."""

@@ -112,6 +112,7 @@ def test_other_transforms() -> None:
         assert_same(model, want)
 
 
+@pytest.mark.slow
 def test_a_model_taken_apart_for_jax_jit() -> None:
     def called(model: Any) -> Any:
         graph, state = nnx.split(model)

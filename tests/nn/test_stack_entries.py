@@ -37,6 +37,7 @@ def test_checkpoints_go_both_ways(tmp_path: Any, form: str, name: str) -> None:
     np.testing.assert_array_equal(other.blocks[2].fc.kernel[...], want.blocks[2].fc.kernel[...])
 
 
+@pytest.mark.slow
 def test_an_export_to_pytorch() -> None:
     model, want = Model(Normed, "lazy"), Model(Normed, "list")
     lm.materialize(model, X)

@@ -140,6 +140,7 @@ def test_an_optimizer_without_a_state_is_not_saved(tmp_path: Path) -> None:
     assert_same_bits(train_step(state), train_step(resumed))
 
 
+@pytest.mark.slow
 def test_what_the_file_has_not_of_a_state_is_what_an_optimizer_begins_with(tmp_path: Path, large: int) -> None:
     state = new_state(0)
     lm.materialize(state["model"], X)
