@@ -16,6 +16,8 @@ from on_mesh import arrays
 
 import lazymods as lm
 
+pytestmark = pytest.mark.slow  # processes that are started, and wait for each other
+
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
 SPECS = {"fc1.kernel": "(None, 'data')", "fc2.kernel": "(('data', 'model'),)", "fc1.bias": "('model',)"}
 SPECS["fc2.bias"] = "()"
