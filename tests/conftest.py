@@ -39,7 +39,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 SAMPLE = 1  # cases of a table
 IN_CI = 4
-QUICK = 3  # tests of a file
+QUICK = 2  # tests of a file
 TORCH_SEED = 67280421310721  # PyTorch's own, in a fresh process
 
 
