@@ -142,19 +142,19 @@ def _faults(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh | AbstractMe
     sizes = dict(mesh.shape)
     if len(spec) > len(shape):
         yield f"the spec has {len(spec)} axes, the parameter {len(shape)}"
-    names = [name for part in spec for name in _names(part)]
+    names = [name for part in spec for name in names_in(part)]
     for name in dict.fromkeys(names):
         if name not in sizes:
             yield f"the mesh has no axis {name!r}"
         elif names.count(name) > 1:
             yield f"the axis {name!r} is named {names.count(name)} times"
     for size, part in zip(shape, spec, strict=False):
-        count = math.prod(sizes.get(name, 1) for name in _names(part))
+        count = math.prod(sizes.get(name, 1) for name in names_in(part))
         if size % count:
             yield f"{size} is not divisible by {count}, the devices along {part!r}"
 
 
-def _names(part: Any) -> tuple[Any, ...]:
+def names_in(part: Any) -> tuple[Any, ...]:
     """Return the mesh axes over which one axis of an array is split."""
     if part is None:
         return ()

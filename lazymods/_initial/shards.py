@@ -17,6 +17,7 @@ import numpy as np
 from lazymods import _compat
 from lazymods._initial.keys import is_key
 from lazymods._initial.stacking import Shape
+from lazymods._shardings import names_in
 
 
 class Skip(NamedTuple):
@@ -78,7 +79,7 @@ def of_each(sharding: Any, sizes: Sequence[int]) -> list[Any]:
     if sharding is None:
         return [None] * count
     spec = (*sharding.spec, *[None] * (len(sizes) - len(sharding.spec)))
-    split = list(map(_names, spec[: len(sizes)]))
+    split = list(map(names_in, spec[: len(sizes)]))
     return [_of_one(sharding, spec[len(sizes) :], split, sizes, np.unravel_index(i, sizes)) for i in range(count)]
 
 
@@ -166,13 +167,9 @@ def of_type(value: Any, kind: Any) -> Any:
 
 def _along(sharding: Any, axes: Collection[str]) -> Any:
     """Return a sharding over some of the axes of its mesh."""
-    spec = [tuple([name for name in _names(part) if name in axes]) for part in sharding.spec]
+    spec = [tuple([name for name in names_in(part) if name in axes]) for part in sharding.spec]
     spec = jax.sharding.PartitionSpec(*spec)
     return jax.sharding.NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
-
-
-def _names(part: Any) -> tuple[Any, ...]:
-    return part if isinstance(part, tuple) else () if part is None else (part,)
 
 
 def is_at(value: jax.Array, sharding: Any) -> bool:

@@ -16,7 +16,7 @@ from flax import nnx
 
 from lazymods import _graph
 from lazymods.porting.comparing import Array
-from lazymods.state.values import raw_of
+from lazymods.state.values import unwrapped
 
 
 def by_content(model: Any, torch_module: Any, known: Container[str]) -> dict[str, tuple[str, ...]]:
@@ -37,7 +37,7 @@ def by_content(model: Any, torch_module: Any, known: Container[str]) -> dict[str
             theirs[_digest(tensor.detach().cpu().float().numpy())].append(name)
     found: dict[str, str] = {}
     for entry in left:
-        value = np.asarray(raw_of(entry.value))
+        value = np.asarray(unwrapped(entry.value))
         matches = {name for laid in _as_torch_lays(value) for name in theirs.get(_digest(laid), ())}
         if len(matches) == 1:
             found[entry.name] = matches.pop()

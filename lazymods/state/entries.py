@@ -20,7 +20,7 @@ from lazymods._layer.merging import put
 from lazymods._layer.placeholder import UninitializedArray
 from lazymods._refusals import MAX_SHOWN, ArgumentError, refuse_class
 from lazymods.state.static_fields import static_leaves, structure_of, with_fields
-from lazymods.state.values import raw_of, unwrapped
+from lazymods.state.values import unwrapped
 
 IMPL = "impl"  # the entry that names a random key's implementation: "rngs.key.impl"
 JSON = "json"  # the entry that holds what no array can, a text or a large number: "run_name.json"
@@ -244,7 +244,7 @@ class _Walk:
         if _graph.is_placeholder(value):
             self.found.append(Place(dotted(path), holder, key, value, (), True))
             return
-        raw = raw_of(value)
+        raw = unwrapped(value)
         if kind_of(raw) is ARRAY:
             self.found.append(Place(dotted(path), holder, key, value))
         else:

@@ -19,15 +19,11 @@ from lazymods._layer.placeholder import strongly_typed
 from lazymods.state.files.stored import Unread
 
 
-def raw_of(variable: nnx.Variable[Any]) -> Any:
-    """Return a Variable's value, read out of its reference if it has one."""
-    raw = variable.get_raw_value()
-    return variable.get_value() if variable.get_metadata("ref", False) else raw
-
-
 def unwrapped(value: Any) -> Any:
-    """Return what a Variable holds; anything else as it is."""
-    return raw_of(value) if isinstance(value, nnx.Variable) else value
+    """Return what a Variable holds, read out of its reference if it has one; anything else as it is."""
+    if not isinstance(value, nnx.Variable):
+        return value
+    return value.get_value() if value.get_metadata("ref", False) else value.get_raw_value()
 
 
 def as_array(value: Any) -> Any:
