@@ -69,14 +69,15 @@ class Call:
 
     def __eq__(self, other: object) -> bool:
         """Whether the kernels, and all that they are given but values, are the same."""
-        return isinstance(other, Call) and self._facts() == other._facts()
+        return isinstance(other, Call) and self._facts == other._facts
 
     def __hash__(self) -> int:
         try:
-            return hash(self._facts())
+            return hash(self._facts)
         except TypeError:  # an argument has no hash
             return hash(self.layout.tree)
 
+    @functools.cached_property
     def _facts(self) -> tuple[Any, ...]:
         kernels = tuple((key, id(kernel)) for key, kernel in self.kernels.items())  # alive: they are kept here
         return self.name, kernels, self.layout, repr(self.layout.tree), self.operands
