@@ -7,12 +7,15 @@ has been checked is what any other reader finds.
 
 from __future__ import annotations
 
-import functools
 import struct
+import sys
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from lazymods._memory import empty
 from lazymods.state.files.stored import Array, known_as, refuse
@@ -23,13 +26,26 @@ EMPTY_MAGIC = b"PK\x05\x06"  # the end record, with which an archive of no entri
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR64 = struct.Struct("<4sLQL")
-_CENTRAL = struct.Struct("<4s4x2H4x3L4H6xL")  # without versions, times and attributes
-_LOCAL = struct.Struct("<4s2x2H4x3L2H")
+_LENGTHS = struct.Struct("<3H").unpack_from  # of an entry's name, extra data and comment
 _EXTRA = struct.Struct("<2H")
+
+# an entry's header before its bytes, and the one in the directory; without versions, times and attributes
+_FIELDS = ["magic", "flags", "method", "crc", "stored", "size", "name_length", "extra_length"]
+_FORMATS = ["<u4", "<u2", "<u2", "<u4", "<u4", "<u4", "<u2", "<u2"]
+_OWN = np.dtype({"names": _FIELDS, "formats": _FORMATS, "offsets": [0, 6, 8, 14, 18, 22, 26, 28], "itemsize": 30})
+_LISTED = np.dtype(
+    {
+        "names": [*_FIELDS, "disk", "header"],
+        "formats": [*_FORMATS, "<u2", "<u4"],
+        "offsets": [0, 8, 10, 16, 20, 24, 28, 30, 34, 42],
+        "itemsize": 46,
+    }
+)
+_UTF8_AT, _UTF8_BIT = 9, 0x8  # in the flags: whether the name is in UTF-8
+_LENGTHS_AT = 28
 
 _STORED, _DEFLATED = 0, 8
 _UNREADABLE_FLAGS = 0x1 | 0x20 | 0x40 | 0x2000  # encrypted, a patch, strongly encrypted, a masked header
-_UTF8_FLAG = 0x800
 _SIZES_FOLLOW_FLAG = 0x8  # the header before the entry was written before its size was known
 _FULL16, _FULL32 = 0xFFFF, 0xFFFFFFFF  # the true number stands in a 64-bit field
 _CHUNK = 1 << 20
@@ -61,11 +77,6 @@ class _Directory(NamedTuple):
     entries: int
 
 
-_Central = tuple[bytes, str, int, int, int, int, int, int]
-"""What the directory says of an entry: its name as it is written and as text, its flags, its method of compression, the
-CRC-32 of its bytes, how many they are in the file and unpacked, and where the entry's own header begins."""
-
-
 def read_directory(path: Path, data: Array) -> dict[str, Entry]:
     """Return the entries by name, in the file's order.
 
@@ -73,26 +84,54 @@ def read_directory(path: Path, data: Array) -> dict[str, Entry]:
         CheckpointError: If the file is no archive, or contradicts itself.
     """
     directory = _find_directory(path, data)
-    raw = data[directory.begin : directory.end].tobytes()
-    file = data.data
+    end = directory.begin
+    raw = data[end : directory.end]
+    names, positions = _names(path, raw.tobytes(), directory.entries)
+
+    def refuse_where(is_wrong: Array, got: str, needed: str, *values: Array) -> None:
+        if is_wrong.any():
+            at = int(is_wrong.argmax())
+            got = got.format(*(int(column[at]) for column in values))
+            raise refuse(path, got, needed, tensor=list(names)[at])
+
+    listed = _headers(raw, positions, _LISTED)
+    flags, method, crc = listed["flags"], listed["method"], listed["crc"]
+    size, stored, header = _wide(raw, positions + _LISTED.itemsize, listed, "size", "stored", "header")
+    is_lacking = (header < 0) | ((listed["disk"] != 0) & (listed["disk"] != _FULL16))
+    refuse_where(is_lacking, "an entry without its 64-bit sizes", "its sizes: the file is damaged")
+    refuse_where(flags & _UNREADABLE_FLAGS != 0, "an encrypted entry", "one that can be read without a password")
+    is_other = (method != _STORED) & (method != _DEFLATED)
+    refuse_where(is_other, "an entry compressed by method {}", "one that is stored as it is, or deflated", method)
+    is_outside = header > end - _OWN.itemsize
+    refuse_where(is_outside, "an entry that begins at byte {:,}", f"one before byte {end:,}", header)
+
+    own = _headers(data, header, _OWN)
+    own_size, own_stored = _wide(data, header + _OWN.itemsize, own, "size", "stored")
+    begin = header + _OWN.itemsize + own["name_length"] + own["extra_length"]
+    is_same = (own["magic"] == int.from_bytes(MAGIC, "little")) & (own_size >= 0)
+    for field in ("flags", "method", "name_length"):
+        is_same &= own[field] == listed[field]
+    refuse_where(~is_same, "a header that differs from the directory's", "the same twice: the file is damaged")
+    is_same = (own["crc"] == crc) & (own_size == size) & (own_stored == stored)
+    follow = (flags & _SIZES_FOLLOW_FLAG != 0) & (own["crc"] == 0) & (own_size == 0) & (own_stored == 0)
+    refuse_where(~(is_same | follow), "sizes that differ from the directory's", "the same twice: the file is damaged")
+    needed = f"one that ends before byte {end:,}: the file is truncated or damaged"
+    refuse_where(stored > end - begin, "an entry of {:,} bytes from byte {:,} on", needed, stored, begin)
+    is_packed = (method == _STORED) & (stored != size)
+    refuse_where(is_packed, "{:,} bytes that unpack to {:,}", "as many: it is not compressed", stored, size)
+    order = np.argsort(header, kind="stable")
+    is_shared = np.zeros(len(order), bool)
+    is_shared[order[1:]] = header[order[1:]] < (begin + stored)[order[:-1]]
+    refuse_where(is_shared, "bytes that belong to another entry as well", "entries that do not overlap")
+
     entries: dict[str, Entry] = {}
-    spans = []
-    position = 0
-    for _ in range(directory.entries):
-        central, position = _read_central(path, raw, position)
-        _, name, _, _, _, stored, _, header = central
-        if name in entries:
-            raise refuse(path, "two entries of this name", "each name once", tensor=name)
-        entries[name] = entry = _locate(path, file, directory.begin, central)
-        spans.append((header, entry.begin + stored, name))
-    if position != len(raw):
-        got = f"a directory of {len(raw):,} bytes whose entries take {position:,}"
-        raise refuse(path, got, "a directory of its entries only")
-    end = 0
-    for begin, next_end, name in sorted(spans):
-        if begin < end:
-            raise refuse(path, "bytes that belong to another entry as well", "entries that do not overlap", tensor=name)
-        end = next_end
+    file = data.data
+    columns = (header + _OWN.itemsize, method == _DEFLATED, begin, stored, size, crc)
+    for (name, raw_name), at, *rest in zip(names.items(), *(column.tolist() for column in columns), strict=True):
+        if file[at : at + len(raw_name)] != raw_name:
+            got = "a header that differs from the directory's"
+            raise refuse(path, got, "the same twice: the file is damaged", tensor=name)
+        entries[name] = tuple.__new__(Entry, (name, *rest))  # faster than its own constructor
     return entries
 
 
@@ -143,30 +182,35 @@ def _read_wide_end(path: Path, data: Array, at: int) -> tuple[int, int, int, int
     return entries, length, directory, begin
 
 
-def _read_central(path: Path, raw: bytes, position: int) -> tuple[_Central, int]:
-    if position + _CENTRAL.size > len(raw) or not raw.startswith(b"PK\x01\x02", position):
-        raise refuse(path, "a directory with fewer entries than it says", "all its entries: the file is damaged")
-    fields = _CENTRAL.unpack_from(raw, position)
-    _, flags, method, crc, stored, size, name_length, extra_length, comment_length, disk, header = fields
-    begin = position + _CENTRAL.size
-    extra_begin = begin + name_length
-    end = extra_begin + extra_length + comment_length
-    if end > len(raw):
-        raise refuse(path, "an entry longer than the directory", "one inside it: the file is damaged")
-    raw_name = raw[begin:extra_begin]
-    name = _decode(path, raw_name, flags)
-    wide: list[int] | None = [size, stored, header]
-    if _FULL32 in wide:
-        wide = _wide_fields(raw[extra_begin : extra_begin + extra_length], wide)
-    if wide is None or disk not in (0, _FULL16):
-        raise refuse(path, "an entry without its 64-bit sizes", "its sizes: the file is damaged", tensor=name)
-    size, stored, header = wide
-    return (raw_name, name, flags, method, crc, stored, size, header), end
+def _names(path: Path, raw: bytes, count: int) -> tuple[dict[str, bytes], Array]:
+    """Return the names of the entries, each as text and as it is written, and where each begins in the directory."""
+    names: dict[str, bytes] = {}
+    positions: list[int] = []
+    position = 0
+    for _ in range(count):
+        begin = position + _LISTED.itemsize
+        if begin > len(raw) or not raw.startswith(b"PK\x01\x02", position):
+            raise refuse(path, "a directory with fewer entries than it says", "all its entries: the file is damaged")
+        name_length, extra_length, comment_length = _LENGTHS(raw, position + _LENGTHS_AT)
+        raw_name = raw[begin : begin + name_length]
+        end = begin + name_length + extra_length + comment_length
+        if end > len(raw):
+            raise refuse(path, "an entry longer than the directory", "one inside it: the file is damaged")
+        name = _decode(path, raw_name, is_utf8=bool(raw[position + _UTF8_AT] & _UTF8_BIT))
+        if name in names:
+            raise refuse(path, "two entries of this name", "each name once", tensor=name)
+        names[name] = raw_name
+        positions.append(position)
+        position = end
+    if position != len(raw):
+        got = f"a directory of {len(raw):,} bytes whose entries take {position:,}"
+        raise refuse(path, got, "a directory of its entries only")
+    return names, np.array(positions, np.int64)
 
 
-def _decode(path: Path, raw: bytes, flags: int) -> str:
+def _decode(path: Path, raw: bytes, *, is_utf8: bool) -> str:
     try:
-        name = raw.decode("utf-8" if flags & _UTF8_FLAG else "cp437")
+        name = raw.decode("utf-8" if is_utf8 else "cp437")
     except UnicodeDecodeError as error:
         raise refuse(path, f"the name {raw[:100]!r}", "a name in UTF-8, as the archive says it is") from error
     if not name or "\0" in name:
@@ -174,8 +218,34 @@ def _decode(path: Path, raw: bytes, flags: int) -> str:
     return name
 
 
+def _headers(data: Array, positions: Array, dtype: np.dtype[Any]) -> Array:
+    """Return the headers that lie there."""
+    if not len(positions):
+        return np.empty(0, dtype)
+    return sliding_window_view(data, dtype.itemsize)[positions].view(dtype)[:, 0]
+
+
+def _wide(data: Array, names_at: Array, headers: Array, *fields: str) -> list[Array]:
+    """Return fields of headers, with the 64-bit ones of the extra data where they are full; -1 where these lack.
+
+    Args:
+        data: Where the headers lie.
+        names_at: Where each entry's name does, which its extra data follows.
+        headers: The headers.
+        fields: The names of the fields, in the order of the 64-bit ones.
+    """
+    columns = [headers[field].astype(np.int64) for field in fields]
+    for at in np.flatnonzero(np.any([column == _FULL32 for column in columns], axis=0)):
+        begin = int(names_at[at]) + int(headers["name_length"][at])
+        extra = data[begin : begin + int(headers["extra_length"][at])].tobytes()
+        wide = _wide_fields(extra, [int(column[at]) for column in columns]) or [-1] * len(fields)
+        for column, value in zip(columns, wide, strict=True):
+            column[at] = value
+    return columns
+
+
 def _wide_fields(extra: bytes, fields: list[int]) -> list[int] | None:
-    """Replace 32-bit fields that are full by the 64-bit ones of an entry's extra data; None if they lack."""
+    """Replace 32-bit fields that are full by the 64-bit ones of an entry's extra data; None if these are no sizes."""
     position = 0
     wide = b""
     while position + 4 <= len(extra):
@@ -190,43 +260,13 @@ def _wide_fields(extra: bytes, fields: list[int]) -> list[int] | None:
             if len(wide) < 8:
                 return None
             field, wide = int.from_bytes(wide[:8], "little"), wide[8:]
+            if field > sys.maxsize:
+                return None
         out.append(field)
     return out
 
 
 # ---------------------------------------------------------------- an entry
-
-
-def _locate(path: Path, file: memoryview, end: int, central: _Central) -> Entry:
-    """Find the bytes of an entry, which end before the directory; its own header must say what the directory says."""
-    raw_name, name, flags, method, crc, stored, size, header = central
-    refused = functools.partial(refuse, path, tensor=name)
-    if flags & _UNREADABLE_FLAGS:
-        raise refused("an encrypted entry", "one that can be read without a password")
-    if method not in (_STORED, _DEFLATED):
-        raise refused(f"an entry compressed by method {method}", "one that is stored as it is, or deflated")
-    begin = header + _LOCAL.size
-    if begin > end:
-        raise refused(f"an entry that begins at byte {header:,}", f"one before byte {end:,}")
-    fields = _LOCAL.unpack_from(file, header)
-    magic, own_flags, own_method, own_crc, own_stored, own_size, name_length, extra_length = fields
-    texts = file[begin : begin + name_length + extra_length].tobytes()
-    begin += name_length + extra_length
-    wide: list[int] | None = [own_size, own_stored]
-    if _FULL32 in wide:
-        wide = _wide_fields(texts[name_length:], wide)
-    is_same = magic == MAGIC and own_flags == flags and own_method == method and texts[:name_length] == raw_name
-    if wide is None or not is_same:
-        raise refused("a header that differs from the directory's", "the same twice: the file is damaged")
-    own = (own_crc, *wide)
-    if own != (crc, size, stored) and not (flags & _SIZES_FOLLOW_FLAG and own == (0, 0, 0)):
-        raise refused("sizes that differ from the directory's", "the same twice: the file is damaged")
-    if begin + stored > end:
-        got = f"an entry of {stored:,} bytes from byte {begin:,} on"
-        raise refused(got, f"one that ends before byte {end:,}: the file is truncated or damaged")
-    if method == _STORED and stored != size:
-        raise refused(f"{stored:,} bytes that unpack to {size:,}", "as many: it is not compressed")
-    return Entry._make((name, method == _DEFLATED, begin, stored, size, crc))  # faster than by its name
 
 
 def check_sum(path: Path, data: Array, entry: Entry) -> None:

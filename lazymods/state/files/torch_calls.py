@@ -300,7 +300,7 @@ def placed(storage: Storage, dtype: str, itemsize: int, offset: int, layout: Lay
         size = printable(str(layout.shape))
         got = f"a tensor of shape {size} that ends past the {storage.nbytes:,} bytes of its storage"
         raise Malformed(got, "tensors inside their storages")
-    return Tensor._make((storage, dtype, itemsize, offset, layout, False, False))
+    return tuple.__new__(Tensor, (storage, dtype, itemsize, offset, layout, False, False))  # faster than its own
 
 
 def _bits(metadata: Mapping[str, Any]) -> tuple[bool, bool]:

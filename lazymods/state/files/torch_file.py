@@ -92,45 +92,44 @@ def _opened(path: Path, data: Array, found: _Contents, check_sums: Callable[[], 
 # ---------------------------------------------------------------- zip archives
 
 
-def _entries(path: Path, entries: Mapping[str, archive.Entry]) -> dict[str, archive.Entry]:
-    """Return the entries of a PyTorch archive by their names in its one folder."""
+def _folder(path: Path, entries: Mapping[str, archive.Entry]) -> str:
+    """Return the folder in which a PyTorch archive has all its entries, with the slash."""
     # PyTorch takes the first entry's folder for the archive's, and compares names without regard to case
-    folder = next(iter(entries), "").partition("/")[0]
-    inside: dict[str, archive.Entry] = {}
+    folder = next(iter(entries), "").partition("/")[0] + "/"
+    whole = (f"{folder}data.pkl", f"{folder}byteorder")
     for name, entry in entries.items():
-        key = name.removeprefix(f"{folder}/")
-        if key == name:
-            raise refuse(path, f"an entry outside the folder {printable(folder)}", "one folder", tensor=name)
-        inside[key] = entry
-    if len({name.lower() for name in entries}) != len(entries):
-        raise refuse(path, "entries whose names differ in their case only", "each name once")
-    if "data.pkl" not in inside:
-        raise refuse(path, "a zip archive without a data.pkl", _NEEDED)
-    for key, entry in inside.items():  # the programs of TorchScript are compressed, and not read
-        if entry.compressed and (key in ("data.pkl", "byteorder") or key.startswith("data/")):
+        if not name.startswith(folder):
+            raise refuse(path, f"an entry outside the folder {printable(folder[:-1])}", "one folder", tensor=name)
+        # the programs of TorchScript are compressed, and not read
+        if entry.compressed and (name in whole or name.startswith(f"{folder}data/")):
             needed = "entries as torch.save writes them, not compressed"
             raise refuse(path, "a compressed entry", needed, tensor=entry.name)
-    return inside
+    if not all(map(str.islower, entries)) and len({name.lower() for name in entries}) != len(entries):
+        raise refuse(path, "entries whose names differ in their case only", "each name once")
+    if f"{folder}data.pkl" not in entries:
+        raise refuse(path, "a zip archive without a data.pkl", _NEEDED)
+    return folder
 
 
-def _read_archive(path: Path, data: Array, directory: Mapping[str, archive.Entry]) -> _Contents:
-    entries = _entries(path, directory)
-    pickle = entries["data.pkl"]
-    order = entries.get("byteorder")
+def _read_archive(path: Path, data: Array, entries: Mapping[str, archive.Entry]) -> _Contents:
+    folder = _folder(path, entries)
+    pickle = entries[f"{folder}data.pkl"]
+    order = entries.get(f"{folder}byteorder")
     order = b"little" if order is None else archive.read_entry(path, data, order).tobytes()
     if order not in (b"little", b"big"):
         raise refuse(path, "a byte order that is none", "little or big")
     walked = _walk(path, data[pickle.begin : pickle.begin + pickle.size], 0)
     places: dict[str, int] = {}
-    for storage in walked.storages.values():
-        record = entries.get(f"data/{storage.key}")
+    for key, storage in walked.storages.items():
+        record = entries.get(f"{folder}data/{key}")
         if record is None:
-            raise refuse(path, f"no entry data/{printable(storage.key)}", "every storage that data.pkl declares")
+            raise refuse(path, f"no entry data/{printable(key)}", "every storage that data.pkl declares")
+        size, nbytes = record.size, storage.nbytes
         # more bytes than whole numbers are left of a storage of bytes that is seen as wider numbers
-        if record.size < storage.nbytes or (storage.numel and record.size - storage.nbytes >= storage.itemsize):
-            got = f"{record.size:,} bytes in data/{printable(storage.key)}"
-            raise refuse(path, got, f"{storage.nbytes:,}, as data.pkl declares: the file is damaged")
-        places[storage.key] = record.begin
+        if size != nbytes and (size < nbytes or (nbytes and size - nbytes >= storage.itemsize)):
+            needed = f"{nbytes:,}, as data.pkl declares: the file is damaged"
+            raise refuse(path, f"{size:,} bytes in data/{printable(key)}", needed)
+        places[key] = record.begin
     return _Contents(walked.value, places, order == b"big")
 
 

@@ -21,7 +21,7 @@ from lazymods.state.files.stored import Array, printable
 from lazymods.state.files.torch_calls import Global, Malformed, Refused, Storage
 from lazymods.state.files.torch_objects import MAX_DEPTH as MAX_DEPTH
 from lazymods.state.files.torch_objects import Opaque, as_mappings
-from lazymods.state.files.torch_records import Records, text_at
+from lazymods.state.files.torch_records import Memo, Records, text_at
 
 MAX_LINE = 1000
 """The longest name of a module, class or function."""
@@ -109,7 +109,7 @@ class _Machine:
         self.raw, self.begin = raw, begin
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo = Memo()
         self.storages: dict[str, Storage] = {}
         self.records: Records | None = Records(raw, self.memo, self.storages, self.register) if in_pieces else None
 

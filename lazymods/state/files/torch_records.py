@@ -6,7 +6,6 @@ them, so that they need not be followed one by one. What it does not match is, a
 
 from __future__ import annotations
 
-import functools
 import re
 import struct
 from collections.abc import Callable
@@ -17,40 +16,68 @@ import numpy as np
 from lazymods.state.files import torch_calls
 from lazymods.state.files.torch_calls import STORAGES, Global, Layout, Storage
 
-_NUMBER = rb"K.|M..|J...."  # BININT1, BININT2, BININT
-_GET = rb"(h.|j....)"  # BINGET, LONG_BINGET
-_PUT = rb"r(....)"  # LONG_BINPUT
-_KEY = rb"(?:X(.)\0\0\0([0-9]{1,20})%b|%b)" % (_PUT, _GET)  # BINUNICODE, or one that stands before
-_STORAGE = rb"\(%b%b%b%b(%b)t%bQ" % (_GET, _GET, _KEY, _GET, _NUMBER, _PUT)  # MARK ... TUPLE, BINPERSID
-_LENGTHS = rb"(?:((?:%b){1,3}[\x85-\x87]|\((?:%b){4,64}t)%b|\))" % (_NUMBER, _NUMBER, _PUT)  # TUPLE1, ..., EMPTY_TUPLE
-_HOOKS = rb"%b\)R%b" % (_GET, _PUT)  # EMPTY_TUPLE, REDUCE
+_NUMBER = rb"(?:K.|M..|J....)"  # BININT1, BININT2, BININT
+_GET = rb"(?P<%b>h.|j....)"  # BINGET, LONG_BINGET
+_PUT = rb"r(?P<%b>....)"  # LONG_BINPUT
+_TUPLE = rb"(?:(?P<%%b>%b{1,3}[\x85-\x87]|\(%b{4,64}t)%b|\))" % (_NUMBER, _NUMBER, _PUT)  # TUPLE1, ..., EMPTY_TUPLE
 _TENSOR = re.compile(
-    rb"%b%b\(%b(%b)%b%b[\x88\x89]%bt%bR%b" % (_PUT, _GET, _STORAGE, _NUMBER, _LENGTHS, _LENGTHS, _HOOKS, _PUT, _PUT),
+    b"".join((
+        _PUT % b"name_at",
+        _GET % b"maker",
+        rb"\(\(",  # MARK
+        _GET % b"label",
+        _GET % b"cls",
+        rb"(?:X(?P<length>.)\0\0\0(?P<key>[0-9]{1,20})%b|%b)" % (_PUT % b"key_at", _GET % b"known"),  # BINUNICODE
+        _GET % b"place",
+        rb"(?P<numel>%b)t%bQ" % (_NUMBER, _PUT % b"storage_at"),  # TUPLE, BINPERSID
+        rb"(?P<offset>%b)" % _NUMBER,
+        _TUPLE % (b"size", b"size_at"),
+        _TUPLE % (b"stride", b"stride_at"),
+        rb"[\x88\x89]",  # NEWTRUE, NEWFALSE: whether it requires a gradient
+        rb"%b\)R%b" % (_GET % b"hooks", _PUT % b"hooks_at"),  # EMPTY_TUPLE, REDUCE
+        rb"t%bR%b" % (_PUT % b"arguments_at", _PUT % b"tensor_at"),
+    )),
     re.DOTALL,
 )
 _NUMBERS = re.compile(_NUMBER, re.DOTALL)
 _MAKER = "torch._utils._rebuild_tensor_v2"
 _COUNTS = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 _U32 = struct.Struct("<I").unpack_from
-_INDICES = struct.Struct("<3I").unpack
 _BINUNICODE = ord("X")
 
 
 class _Kind(NamedTuple):
-    """What tensors have in common whose instructions name the same values.
+    """What tensors have in common whose instructions name the same values and numbers.
 
     Attributes:
         dtype: The name of the dtype of their numbers.
         itemsize: The bytes of one.
-        last: The largest index of such a value.
+        numel: How many their storage has.
+        nbytes: How many bytes these are.
+        offset: Where in the storage they begin.
+        layout: Where they lie from there on.
     """
 
     dtype: str
     itemsize: int
-    last: int
+    numel: int
+    nbytes: int
+    offset: int
+    layout: Layout
 
 
-_NO_TENSORS = _Kind("", 0, 0)
+class Memo(dict[int, Any]):
+    """The values that instructions remember, by their index; those of tensors are put in when one is asked for."""
+
+    def __init__(self) -> None:
+        self.of_tensors: dict[int, Any] = {}
+        self.pending_indices, self.pending_values = bytearray(), list[Any]()
+
+    def __missing__(self, index: int) -> Any:
+        indices, values = np.frombuffer(self.pending_indices, "<u4").tolist(), self.pending_values
+        self.of_tensors.update(zip(indices, values, strict=True))
+        self.pending_indices, self.pending_values = bytearray(), []
+        return self.of_tensors[index]
 
 
 class Records:
@@ -60,7 +87,7 @@ class Records:
 
     Args:
         raw: The pickle.
-        memo: The values that instructions remember, by their index.
+        memo: The values that instructions remember.
         storages: The storages that were declared, by their key.
         register: Compares one that is declared again.
     """
@@ -68,12 +95,12 @@ class Records:
     def __init__(
         self,
         raw: Any,
-        memo: dict[int, Any],
+        memo: Memo,
         storages: dict[str, Storage],
         register: Callable[[Storage], Storage],
     ) -> None:
         self.raw, self.memo, self.storages, self.register = raw, memo, storages, register
-        self._left_out = bytearray()
+        self._written = bytearray()
 
     def follow(self, at: int, stack: list[Any], most: int) -> int:
         """Follow tensors, and the names between them.
@@ -91,50 +118,46 @@ class Records:
             Malformed: If a tensor does not lie in its storage.
             ValueError: If a storage is declared in two ways.
         """
-        raw, memo, storages = self.raw, self.memo, self.storages
-        kinds: dict[Any, _Kind] = {}
-        last = 0  # no value that they all name is remembered anew
-        left_out: list[bytes | None] = []
+        raw, memo, storages, written = self.raw, self.memo, self.storages, self._written
+        kinds: dict[Any, _Kind | None] = {}
         while (found := _TENSOR.match(raw, at)) is not None and len(stack) < most:
-            name_at, maker, label, cls, length, key, key_at, known, place, numel, *rest = found.groups()
-            storage_at, offset, size, size_at, stride, stride_at, hooks, hooks_at, call_at, tensor_at = rest
-            names = (maker, label, cls, place, hooks)
-            kind = kinds.get(names)
+            name_at, maker, label, cls, key_length, key, key_at, known, place, numel, *rest = found.groups(b"")
+            storage_at, offset, size, size_at, stride, stride_at, hooks, hooks_at, arguments_at, tensor_at = rest
+            alike = maker, label, cls, place, hooks, numel, offset, size, stride
+            if alike not in kinds:
+                kinds[alike] = _kind(memo, *alike)
+            kind = kinds[alike]
             if kind is None:
-                kind = kinds[names] = _kind(memo, *names)
-                last = max(last, kind.last)
-            layout, numel, offset = _layout(size, stride), _number(numel), _number(offset)
-            name_at, tensor_at, key_at = _INDICES(name_at + tensor_at + (key_at or tensor_at))
-            if not kind.itemsize or layout is None or numel < 0 or offset < 0:
                 break
-            if name_at <= last or key_at <= last or tensor_at <= last:
-                break
-            memo[name_at] = stack[-1]
-            if key is None:
+            if known:
                 key = memo[_index(known)]
-            elif length[0] == len(key):
-                memo[key_at] = key = key.decode()
+            elif key_length[0] == len(key):
+                key = key.decode()
             if type(key) is not str:
                 break
-            dtype, itemsize, _ = kind
-            storage = Storage._make((key, dtype, numel, numel * itemsize, itemsize, None, 0))  # faster than by its name
+            dtype, itemsize, numel, nbytes, offset, layout = kind
+            storage = tuple.__new__(Storage, (key, dtype, numel, nbytes, itemsize, None, 0))  # faster than its own
             if storages.setdefault(key, storage) is not storage:  # one that several tensors share
                 storage = self.register(storage)
-            memo[tensor_at] = tensor = torch_calls.placed(storage, dtype, itemsize, offset, layout)
-            left_out += (storage_at, size_at, stride_at, hooks_at, call_at)
+            tensor = torch_calls.placed(storage, dtype, itemsize, offset, layout)
+            memo.pending_indices += name_at + key_at + tensor_at if key_at else name_at + tensor_at
+            memo.pending_values += (stack[-1], key, tensor) if key_at else (stack[-1], tensor)
+            written += b"".join((name_at, key_at, storage_at, size_at, stride_at, hooks_at, arguments_at, tensor_at))
             stack.append(tensor)
             at = found.end()
             if raw[at] != _BINUNICODE:
                 break
             name, at = text_at(raw, at + 1)
             stack.append(name)
-        self._left_out += b"".join(filter(None, left_out))
         return at
 
     @property
     def are_exact(self) -> bool:
-        """Whether no index that was left out is that of a value which is remembered."""
-        return not np.isin(np.frombuffer(self._left_out, "<u4"), list(self.memo)).any()
+        """Whether each index that they write stands for one value in all of the pickle: as picklers count them, up."""
+        written = np.frombuffer(self._written, "<u4")
+        others = np.array(list(self.memo), np.int64)
+        is_between = np.searchsorted(written, others, "left") == np.searchsorted(written, others, "right")
+        return bool((written[1:] > written[:-1]).all() and is_between.all())
 
 
 def text_at(raw: Any, at: int) -> tuple[str, int]:
@@ -151,37 +174,33 @@ def text_at(raw: Any, at: int) -> tuple[str, int]:
     return str(raw[at + 4 : end], "utf-8", "surrogatepass"), end
 
 
-def _kind(memo: dict[int, Any], *gets: bytes) -> _Kind:
-    """Return what tensors have in common that name these values; without bytes if ``torch.save`` names others."""
-    indices = [_index(get) for get in gets]
-    maker, label, cls, place, hooks = [memo[index] for index in indices]
+def _kind(memo: Memo, *found: bytes) -> _Kind | None:
+    """Return what tensors have in common of which this was found; None if ``torch.save`` does not write such."""
+    *names, numel, offset, size, stride = found
+    maker, label, cls, place, hooks = [memo[_index(name)] for name in names]
     if not type(maker) is type(cls) is type(hooks) is Global or cls.name not in STORAGES:
-        return _NO_TENSORS
+        return None
     if (maker.name, label, hooks.name) != (_MAKER, "storage", "collections.OrderedDict") or type(place) is not str:
-        return _NO_TENSORS
-    return _Kind(*STORAGES[cls.name], max(indices))
+        return None
+    count, begin = _number(numel), _number(offset)
+    try:
+        layout = torch_calls.layout_of(_tuple(size), _tuple(stride))
+    except ValueError:
+        return None
+    dtype, itemsize = STORAGES[cls.name]
+    return None if count < 0 or begin < 0 else _Kind(dtype, itemsize, count, count * itemsize, begin, layout)
 
 
 def _index(get: bytes) -> int:
     return int.from_bytes(get[1:], "little")
 
 
-@functools.lru_cache(maxsize=1024)
 def _number(written: bytes) -> int:
     return int.from_bytes(written[1:], "little", signed=written[:1] == b"J")
 
 
-@functools.lru_cache(maxsize=1024)
-def _layout(size: bytes | None, stride: bytes | None) -> Layout | None:
-    """Return where numbers lie whose sizes and strides are written; None if these are none."""
-    try:
-        return torch_calls.layout_of(_tuple(size), _tuple(stride))
-    except ValueError:
-        return None
-
-
-def _tuple(written: bytes | None) -> tuple[int, ...]:
-    if written is None:
+def _tuple(written: bytes) -> tuple[int, ...]:
+    if not written:
         return ()
     numbers = _NUMBERS.findall(written, written.startswith(b"("), len(written) - 1)
     if len(numbers) != _COUNTS.get(written[-1:], len(numbers)):

@@ -117,22 +117,22 @@ class _Names:
             self.found[name] = self.stored(name, value) if type(value) is Tensor else value
 
     def stored(self, name: str, tensor: Tensor) -> StoredTensor:
-        dtype = _DTYPES.get(tensor.dtype)
-        if dtype is None or (tensor.is_negative and dtype.kind in "biu"):
-            raise refuse(self.path, f"dtype {tensor.dtype}", f"one of {', '.join(_DTYPES)}", tensor=name)
-        layout, storage = tensor.layout, tensor.storage
-        shape, nbytes = layout.shape, layout.room * tensor.itemsize
+        storage, dtype_name, itemsize, offset, layout, is_conjugate, is_negative = tensor
+        shape, _, extent, room, is_contiguous = layout
+        dtype = _DTYPES.get(dtype_name)
+        if dtype is None or (is_negative and dtype.kind in "biu"):
+            raise refuse(self.path, f"dtype {dtype_name}", f"one of {', '.join(_DTYPES)}", tensor=name)
+        nbytes = room * itemsize
         if len(shape) > MAX_RANK or nbytes > sys.maxsize:
             raise refuse(self.path, f"shape {printable(str(shape))}", "a shape that an array can have", tensor=name)
         begin = self.places[storage.key if storage.root is None else storage.root] + storage.begin
-        if layout.extent:
+        if extent:
             self.nbytes += nbytes
-            begin += tensor.offset * tensor.itemsize
-            first = self.first.setdefault((begin, tensor.dtype, layout), name)
+            begin += offset * itemsize
+            first = self.first.setdefault((begin, dtype_name, layout), name)
             if first is not name:
                 self.ties.setdefault(first, [first]).append(name)
-        is_computed = tensor.is_conjugate or tensor.is_negative or self.is_swapped
-        if not is_computed and layout.is_contiguous:
+        if is_contiguous and not (is_conjugate or is_negative or self.is_swapped):
             return StoredTensor(name, shape, dtype, self.path, self.data, begin)
         read = partial(_read, self.data, begin, tensor, dtype, self.is_swapped)
         return StoredTensor(name, shape, dtype, self.path, read)
