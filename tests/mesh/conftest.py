@@ -1,7 +1,7 @@
 """Eight virtual CPU devices, which JAX has to be asked for before it starts: these tests have processes of their own.
 
 ``python -m pytest tests/mesh`` asks for them by itself. In a run of other tests as well, a file of this folder is one
-item, which runs the file in a child with the same ``-m``.
+item, which runs the file in a child with the same ``-m``; a child of a quick run runs several.
 """
 
 import os
@@ -17,6 +17,7 @@ import pytest
 HERE = Path(__file__).parent
 FLAG = "--xla_force_host_platform_device_count"
 NOTHING_CHOSEN = 5  # pytest's exit status
+IN_A_QUICK_CHILD = 4  # files
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,6 +36,17 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
     return FileOfItsOwn.from_parent(parent, path=module_path)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let a quick run start one child for several files: the start is most of its time."""
+    if config.option.markexpr != "quick":
+        return
+    children = [item for item in items if isinstance(item, Child)]
+    for i, child in enumerate(children):
+        if i % IN_A_QUICK_CHILD:
+            children[i - i % IN_A_QUICK_CHILD].paths.append(child.path)
+            items.remove(child)
+
+
 class FileOfItsOwn(pytest.File):
     """A file that runs in a child."""
 
@@ -44,12 +56,16 @@ class FileOfItsOwn(pytest.File):
 
 
 class Child(pytest.Item):
-    """A run of pytest on one file."""
+    """A run of pytest on one file, or on several in a quick run."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.paths = [self.path]
 
     def runtest(self) -> None:
         """Run it; the child itself asks for the devices."""
         markers = self.config.option.markexpr
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", markers, self.path]
+        command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", markers, *self.paths]
         done = subprocess.run(command, cwd=self.config.rootpath, capture_output=True, text=True, timeout=600)
         assert done.returncode in (0, NOTHING_CHOSEN), done.stdout[-6000:] + done.stderr[-2000:]
 
