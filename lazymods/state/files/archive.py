@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,8 +84,7 @@ def read_directory(path: Path, data: Array) -> dict[str, Entry]:
         CheckpointError: If the file is no archive, or contradicts itself.
     """
     directory = _find_directory(path, data)
-    end = directory.begin
-    raw = data[end : directory.end]
+    raw = data[directory.begin : directory.end]
     names, positions = _names(path, raw.tobytes(), directory.entries)
 
     def refuse_where(is_wrong: Array, got: str, needed: str, *values: Array) -> None:
@@ -94,31 +93,9 @@ def read_directory(path: Path, data: Array) -> dict[str, Entry]:
             got = got.format(*(int(column[at]) for column in values))
             raise refuse(path, got, needed, tensor=list(names)[at])
 
-    listed = _headers(raw, positions, _LISTED)
-    flags, method, crc = listed["flags"], listed["method"], listed["crc"]
-    size, stored, header = _wide(raw, positions + _LISTED.itemsize, listed, "size", "stored", "header")
-    is_lacking = (header < 0) | ((listed["disk"] != 0) & (listed["disk"] != _FULL16))
-    refuse_where(is_lacking, "an entry without its 64-bit sizes", "its sizes: the file is damaged")
-    refuse_where(flags & _UNREADABLE_FLAGS != 0, "an encrypted entry", "one that can be read without a password")
-    is_other = (method != _STORED) & (method != _DEFLATED)
-    refuse_where(is_other, "an entry compressed by method {}", "one that is stored as it is, or deflated", method)
-    is_outside = header > end - _OWN.itemsize
-    refuse_where(is_outside, "an entry that begins at byte {:,}", f"one before byte {end:,}", header)
-
-    own = _headers(data, header, _OWN)
-    own_size, own_stored = _wide(data, header + _OWN.itemsize, own, "size", "stored")
-    begin = header + _OWN.itemsize + own["name_length"] + own["extra_length"]
-    is_same = (own["magic"] == int.from_bytes(MAGIC, "little")) & (own_size >= 0)
-    for field in ("flags", "method", "name_length"):
-        is_same &= own[field] == listed[field]
-    refuse_where(~is_same, "a header that differs from the directory's", "the same twice: the file is damaged")
-    is_same = (own["crc"] == crc) & (own_size == size) & (own_stored == stored)
-    follow = (flags & _SIZES_FOLLOW_FLAG != 0) & (own["crc"] == 0) & (own_size == 0) & (own_stored == 0)
-    refuse_where(~(is_same | follow), "sizes that differ from the directory's", "the same twice: the file is damaged")
-    needed = f"one that ends before byte {end:,}: the file is truncated or damaged"
-    refuse_where(stored > end - begin, "an entry of {:,} bytes from byte {:,} on", needed, stored, begin)
-    is_packed = (method == _STORED) & (stored != size)
-    refuse_where(is_packed, "{:,} bytes that unpack to {:,}", "as many: it is not compressed", stored, size)
+    listed = _listed(refuse_where, raw, positions, directory.begin)
+    begin = _begins(refuse_where, data, listed, directory.begin)
+    header, stored = listed.header, listed.stored
     order = np.argsort(header, kind="stable")
     is_shared = np.zeros(len(order), bool)
     is_shared[order[1:]] = header[order[1:]] < (begin + stored)[order[:-1]]
@@ -126,7 +103,8 @@ def read_directory(path: Path, data: Array) -> dict[str, Entry]:
 
     entries: dict[str, Entry] = {}
     file = data.data
-    columns = (header + _OWN.itemsize, method == _DEFLATED, begin, stored, size, crc)
+    is_deflated = listed.method == _DEFLATED
+    columns = (header + _OWN.itemsize, is_deflated, begin, stored, listed.size, listed.crc)
     for (name, raw_name), at, *rest in zip(names.items(), *(column.tolist() for column in columns), strict=True):
         if file[at : at + len(raw_name)] != raw_name:
             got = "a header that differs from the directory's"
@@ -216,6 +194,58 @@ def _decode(path: Path, raw: bytes, *, is_utf8: bool) -> str:
     if not name or "\0" in name:
         raise refuse(path, f"the name {raw[:100]!r}", "a name without zero bytes")
     return name
+
+
+_RefuseWhere = Callable[..., None]
+"""Refuses the first entry of which an array is true; given it, what was got, with fields, what is needed, and arrays of
+the fields' numbers."""
+
+
+class _Listed(NamedTuple):
+    """What the directory says of its entries, an array of each; ``header`` is where an entry's own header begins."""
+
+    flags: Array
+    method: Array
+    name_length: Array
+    crc: Array
+    stored: Array
+    size: Array
+    header: Array
+
+
+def _listed(refuse_where: _RefuseWhere, raw: Array, positions: Array, end: int) -> _Listed:
+    """Return what the directory says; ``end`` is where it begins, before which all entries lie."""
+    found = _headers(raw, positions, _LISTED)
+    flags, method = found["flags"], found["method"]
+    size, stored, header = _wide(raw, positions + _LISTED.itemsize, found, "size", "stored", "header")
+    is_lacking = (header < 0) | ((found["disk"] != 0) & (found["disk"] != _FULL16))
+    refuse_where(is_lacking, "an entry without its 64-bit sizes", "its sizes: the file is damaged")
+    refuse_where(flags & _UNREADABLE_FLAGS != 0, "an encrypted entry", "one that can be read without a password")
+    is_other = (method != _STORED) & (method != _DEFLATED)
+    refuse_where(is_other, "an entry compressed by method {}", "one that is stored as it is, or deflated", method)
+    is_outside = header > end - _OWN.itemsize
+    refuse_where(is_outside, "an entry that begins at byte {:,}", f"one before byte {end:,}", header)
+    is_packed = (method == _STORED) & (stored != size)
+    refuse_where(is_packed, "{:,} bytes that unpack to {:,}", "as many: it is not compressed", stored, size)
+    return _Listed(flags, method, found["name_length"], found["crc"], stored, size, header)
+
+
+def _begins(refuse_where: _RefuseWhere, data: Array, listed: _Listed, end: int) -> Array:
+    """Return where the bytes of each entry begin, behind its own header, which must say what the directory says."""
+    own = _headers(data, listed.header, _OWN)
+    size, stored = _wide(data, listed.header + _OWN.itemsize, own, "size", "stored")
+    is_same = (own["magic"] == int.from_bytes(MAGIC, "little")) & (size >= 0)
+    for field in ("flags", "method", "name_length"):
+        is_same &= own[field] == getattr(listed, field)
+    refuse_where(~is_same, "a header that differs from the directory's", "the same twice: the file is damaged")
+    is_same = (own["crc"] == listed.crc) & (size == listed.size) & (stored == listed.stored)
+    is_later = (listed.flags & _SIZES_FOLLOW_FLAG != 0) & (own["crc"] == 0) & (size == 0) & (stored == 0)
+    is_other = ~(is_same | is_later)
+    refuse_where(is_other, "sizes that differ from the directory's", "the same twice: the file is damaged")
+    begin = listed.header + _OWN.itemsize + own["name_length"] + own["extra_length"]
+    needed = f"one that ends before byte {end:,}: the file is truncated or damaged"
+    refuse_where(listed.stored > end - begin, "an entry of {:,} bytes from byte {:,} on", needed, listed.stored, begin)
+    return begin
 
 
 def _headers(data: Array, positions: Array, dtype: np.dtype[Any]) -> Array:
