@@ -20,7 +20,6 @@ from lazymods._initial import kernels, samplers, shards, words
 from lazymods._initial.kernels import BLOCK, FEW, MANY
 from lazymods._initial.keys import Key, host_value
 from lazymods._initial.program import Constant, Drawn, Run, Unit, cast, read
-from lazymods._initial.sending import Sender
 from lazymods._initial.shards import Part
 from lazymods._initial.stacking import Shape
 
@@ -122,7 +121,7 @@ class InitBatch:
         large = {key for key, blocks in jobs.items() if len(blocks) > many // 8}
         together = tuple(dict.fromkeys(key[0][0] for key in jobs if key in large))
         skips = max((len(part.skips) for part in parts), default=0)
-        with _compat.kept_when_compiled(), Sender([part.devices for part in parts]) as sender:
+        with _compat.kept_when_compiled(), _memory.Sender([part.devices for part in parts]) as sender:
             sender.touch([b for p, b in zip(parts, buffers, strict=True) if isinstance(self.made[p.request], Drawn)])
             for (units, shared), blocks in jobs.items():
                 rows, drawing = (many, together) if (units, shared) in large else (FEW, units[:1])
