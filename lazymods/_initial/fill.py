@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymods import _compat, _memory
-from lazymods._initial import kernels, samplers, shards, words
+from lazymods._initial import kernels, shards, words
 from lazymods._initial.kernels import BLOCK, FEW, MANY
 from lazymods._initial.keys import Key, host_value
 from lazymods._initial.program import Constant, Drawn, Run, Unit, cast, read
@@ -209,7 +209,7 @@ def _made(request: InitRequest, calling: bool) -> Drawn | Constant | Run | None:
         made, run = read(init, request.shape, request.dtype)
     else:
         return None
-    if isinstance(made, Drawn) and (request.key is None or not samplers.are_known(made.units, request.shape)):
+    if isinstance(made, Drawn) and (request.key is None or not kernels.are_known(made.units, request.shape)):
         made = None
     if made is not None and request.out_dtype != request.dtype:
         floats = all(jnp.issubdtype(d, jnp.floating) for d in (request.dtype, request.out_dtype))
@@ -262,8 +262,8 @@ def _run(
         skips: How many kinds of skips any of the parts has.
         before_writing: Called before results are copied.
     """
-    on_host = samplers.is_product(units[-1]) and all(
-        samplers.never_tiny(units[:-1], shared, factor) for factor in {block.scalars[-1][0] for block in blocks}
+    on_host = kernels.is_product(units[-1]) and all(
+        kernels.never_tiny(units[:-1], shared, factor) for factor in {block.scalars[-1][0] for block in blocks}
     )
     draw = kernels.drawing(drawing, rows, skips)
     unused = [tuple(dtype.type(0) for dtype in unit.dtypes) for unit in drawing]
