@@ -28,8 +28,7 @@ from lazymods._errors import ConfigurationError, Problem, describe, short_dtype
 from lazymods._graph import dotted
 from lazymods._initial.stacking import Shape
 from lazymods._layer.arguments import as_call
-from lazymods._layer.counters import moved
-from lazymods._layer.recorded import RecordedInit, RecordedStream, fold_p, init_p, is_initializer
+from lazymods._layer.recorded import RecordedInit, RecordedStream, draws_of, fold_p, init_p, is_initializer
 from lazymods._objects.within import RUNNING, holds_tracer
 
 Path = tuple[Any, ...]
@@ -305,7 +304,8 @@ def trace(
             call = {**plain, **values, **prepared}
             known = {id(v): k for k, v in prepared.items()}
             if rngs_name is not None:
-                call[rngs_name] = rngs = _make_rngs(mirrors)
+                bare = list(mirrors) == [""]  # a stream was given
+                call[rngs_name] = rngs = mirrors[""] if bare else _compat.new_object(nnx.Rngs, mirrors, {})
                 known |= {id(rngs): "rngs"}
                 for name, stream in mirrors.items():
                     known |= {id(stream): f"rngs.{name}"}
@@ -320,39 +320,9 @@ def trace(
 
     avals = [aval for key, count, _ in streams.values() for aval in (key, count)]
     program = jax.make_jaxpr(build)(*avals)
-    draws = _draws(cls.__name__, program.jaxpr, list(streams), [start for _, _, start in found])
+    draws = draws_of(cls.__name__, program.jaxpr, list(streams), [start for _, _, start in found])
     triples = zip(found, draws, readings, strict=True)
     return [AbstractModule(node, slots, program, drawn, values) for (node, slots, _), drawn, (values, _) in triples]
-
-
-def _draws(name: str, jaxpr: Any, streams: Sequence[str], starts: Sequence[int]) -> list[dict[str, int]]:
-    """Return how often each run of a constructor draws from each stream, by where its key and counter end up.
-
-    Args:
-        name: The class.
-        jaxpr: The program.
-        streams: The names of the streams.
-        starts: For each run, which of the outputs is the key of the first stream; its counter comes next.
-
-    Raises:
-        ConfigurationError: If a constructor does anything else to a stream.
-    """
-    count = 2 * len(streams)
-    more = moved(jaxpr, [(jaxpr.invars[i], jaxpr.outvars[start + i]) for start in starts for i in range(count)])
-    runs = [more[i : i + count] for i in range(0, len(more), count)] if count else [[] for _ in starts]
-    for key, drawn in [pair for run in runs for pair in zip(run[::2], run[1::2], strict=True)]:
-        if key != 0 or drawn is None or drawn < 0:
-            got = "a constructor that sets the key or the counter of its rngs"
-            needed = "keys that it draws: what comes after it goes on with the stream from there"
-            write = "rngs = nnx.clone(rngs)  # in the constructor, before they are set"
-            raise ConfigurationError(Problem(name, got, needed, write))
-    return [dict(zip(streams, [n or 0 for n in run[1::2]], strict=True)) for run in runs]
-
-
-def _make_rngs(mirrors: Mapping[str, RecordedStream]) -> nnx.Rngs | RecordedStream:
-    if list(mirrors) == [""]:  # a bare stream was given
-        return mirrors[""]
-    return _compat.new_object(nnx.Rngs, mirrors, {})
 
 
 class _Reader:
