@@ -15,7 +15,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,11 @@ from lazymods._layer.drawing import note_draws
 from lazymods._layer.formulas import ShapeFormulas
 from lazymods._layer.held import check_held, shape_of, stackings
 from lazymods._layer.merging import has_other_metadata, merge, put, renew_metadata
-from lazymods._layer.pending_values import PendingValues
 from lazymods._layer.placeholder import UninitializedArray, UninitializedVariable
 from lazymods._layer.structure import BuiltWith, conform, has_other_slots, renew_random_state
+
+if TYPE_CHECKING:
+    from lazymods._layer.pending_values import PendingValues
 
 TRANSIENT = (nnx.Cache, nnx.Intermediate)  # no state dict holds them: a loaded layer starts with new ones
 LOCK = threading.RLock()  # one initialization at a time, in whatever thread
@@ -169,8 +171,11 @@ def _compute(spec: LayerConfig, abstract: AbstractModule, empty: Mapping[Path, A
     arrays = {p: v.pending.make(whole(abstract, p, v)) for p, v in empty.items() if p not in own}
     arrays |= _taken(abstract, own)
     waiting = {p: v for p, v in own.items() if p not in arrays}
-    placed = any(placement.place_of(v) is not None for v in waiting.values())
-    arrays |= PendingValues([(abstract, waiting)], placed=placed).run()[0]
+    if waiting and _compat.current_trace() is _compat.eval_trace():
+        from lazymods._layer.pending_values import PendingValues  # on first use: a model that is loaded never draws
+
+        placed = any(placement.place_of(v) is not None for v in waiting.values())
+        arrays |= PendingValues([(abstract, waiting)], placed=placed).run()[0]
     groups: list[tuple[Any, list[Path]]] = []
     for path, variable in own.items():
         if path in arrays:
@@ -221,6 +226,8 @@ def plan(
         calling: Whether initializers of users may be called.
         placed: Whether the values have places on a mesh.
     """
+    from lazymods._layer.pending_values import PendingValues
+
     found = [_readable(layer, values) for layer, values in layers if values is not None]
     with _compat.at_trace(_compat.eval_trace()):
         return PendingValues([f for f in found if f is not None], calling, placed)
