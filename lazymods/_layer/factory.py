@@ -35,9 +35,9 @@ from lazymods._layer import contexts, first_call, sizing, wrong_arguments
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.arguments import Ignored, UnhashableError, constructor_parameters, exact, freeze, variadic
 from lazymods._layer.building import LayerBuilder, LazyState, placeholder_shapes
-from lazymods._layer.class_spec import Infer, LazyClassSpec
 from lazymods._layer.config import REFUSALS, LayerConfig, context
 from lazymods._layer.mixin import LazyModuleMixin
+from lazymods._layer.sizing import Infer, LazyClassSpec
 from lazymods._refusals import refuse_class, wrong_argument
 
 

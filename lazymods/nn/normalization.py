@@ -6,8 +6,8 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods._layer.class_spec import Infer, LazyClassSpec
 from lazymods._layer.factory import make
+from lazymods._layer.sizing import Infer, LazyClassSpec
 from lazymods.nn._shapes import Config, axes_over, check_divides, check_rank, last_axis, product_at
 
 
