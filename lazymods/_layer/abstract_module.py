@@ -76,10 +76,6 @@ class Slot:
         """
         return value if dtype is None or dtype in (self.dtype, value.dtype) else value.astype(dtype)
 
-    def of_shape(self, shape: Shape) -> Slot:
-        """Describe the same at another shape."""
-        return dataclasses.replace(self, shape=shape)
-
 
 @dataclasses.dataclass(frozen=True)
 class Node:

@@ -55,7 +55,7 @@ def set_shapes(layer: Any, abstract: AbstractModule) -> None:
     for path, slot in abstract.slots.items():
         variable = _graph.at(layer, path)
         if _graph.is_placeholder(variable) and variable.pending.is_static:
-            variable.set_raw_value(variable.pending.of_shape(slot.shape))
+            variable.set_raw_value(variable.pending.replace(element=slot.shape))
 
 
 BuiltWith = tuple[Any, Stacking | None]  # the keys that a layer was built with, and how the values of its stack lie
