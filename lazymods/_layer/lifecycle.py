@@ -121,9 +121,10 @@ def fill(layer: Any, values: Mapping[str, Any], *, traced_zeros: bool = False) -
     renew_metadata_of(layer, abstract)
     empty = {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)}
     if not traced_zeros:
-        for turns in {id(v.pending.turns): v.pending.turns for v in empty.values()}.values():
-            draws.use(turns)
-    level = _compat.home_trace(layer) if traced_zeros else level_of(layer, empty.values())
+        for variable in empty.values():
+            draws.use(variable.pending.turns)
+    is_concrete = _compat.are_concrete(k for v in empty.values() for k in v.pending.leaves)
+    level = _compat.eval_trace() if is_concrete and not traced_zeros else _compat.home_trace(layer)
     with _compat.at_trace(level):
         if traced_zeros:
             arrays = {p: _zeros(whole(abstract, p, v), v, abstract.slots[p]) for p, v in empty.items()}
@@ -156,13 +157,6 @@ def _zeros(shape: tuple[int, ...], variable: UninitializedVariable, slot: Slot) 
 def whole(abstract: AbstractModule, path: Path, variable: UninitializedVariable) -> tuple[int, ...]:
     """The shape of a slot's value at the sizes of an abstract module, with the axes that are stacked."""
     return variable.pending.stacking.whole(abstract.slots[path].shape)
-
-
-def level_of(layer: Any, placeholders: Any) -> Any:
-    """Return the trace in which a layer's values are made."""
-    if _compat.are_concrete(k for p in placeholders for k in p.pending.leaves):
-        return _compat.eval_trace()
-    return _compat.home_trace(layer)
 
 
 def _compute(spec: LayerConfig, abstract: AbstractModule, empty: Mapping[Path, Any]) -> dict[Path, Any]:
