@@ -180,7 +180,7 @@ def _conform(value: Any, description: Any, before: Any, path: Path, builder: Mod
         ConfigurationError: If it is what the layer was given and does not have.
     """
     replaceable = value is _graph.MISSING or _is_own(value, before)  # else it was given: by a load, or by hand
-    if replaceable and _is_given(description) and not _is_given(before):
+    if replaceable and isinstance(description, Given) and not isinstance(before, Given):
         raise not_kept(builder.layer_builder.spec.name, path)
     met = id(description) in builder.made
     alike = _are_alike(description, before)
@@ -214,10 +214,6 @@ def _are_alike(description: Any, before: Any) -> bool:
     """Whether an attribute is of one kind at the sizes and at the probes' sizes: an object, of one class."""
     both = type(before) is type(description)
     return both and (not isinstance(description, (Node, Container)) or description.cls is before.cls)
-
-
-def _is_given(description: Any) -> bool:
-    return isinstance(description, Given)
 
 
 def _is_there(value: Any, description: Static) -> bool:
