@@ -85,11 +85,11 @@ class InitBatch:
         numbers = {unit: i for i, unit in enumerate(self.kernels(), 1)}
         out = []
         for i, request in enumerate(self.requests):
-            how = self.made.get(i)
+            how, name = self.made.get(i), words.of_initializer(None if request is None else request.init)
             if isinstance(how, Drawn):
-                out.append(f"{words.of_initializer(_init(request))}, kernel {numbers[how.units[0]]}")
+                out.append(f"{name}, kernel {numbers[how.units[0]]}")
             else:
-                out.append(words.of_initializer(_init(request)) if how is None else words.of_constant(how.value))
+                out.append(name if how is None else words.of_constant(how.value))
         return out
 
     def made_whole(self) -> list[bool]:
@@ -162,10 +162,6 @@ class InitBatch:
                 blocks = [_Block(number, part, key, first, scalars, flat) for first in range(0, flat.size, BLOCK)]
                 jobs.setdefault((how.units, how.scalars[0]), []).extend(blocks)
         return jobs
-
-
-def _init(request: InitRequest | None) -> Any:
-    return None if request is None else request.init
 
 
 def call_in_blocks(
