@@ -118,20 +118,8 @@ class LayerConfig:
             check_pickles(argument, value, lambda: self.name, needed, write)
         streams = tuple((n, str(jax.random.key_impl(example_key(d))), tag) for n, d, tag in self.streams)
         names = tuple(self.config)  # in their order, which is part of the key
-        return _restore, (
-            self.name,
-            self.cls,
-            given,
-            names,
-            self.unknown,
-            self.options,
-            streams,
-            self.rngs_name,
-            self.modules,
-            self.guesses,
-            self.scales,
-            self.left_out,
-        )
+        rest = (self.rngs_name, self.modules, self.guesses, self.scales, self.left_out)
+        return _restore, (self.name, self.cls, given, names, self.unknown, self.options, streams, *rest)
 
     def keep(self) -> None:
         """Keep the arguments as they are now, whatever becomes of them: the constructor is read again for the sizes."""

@@ -37,8 +37,7 @@ from lazymods._initial.pending import InitSource, PendingInit
 from lazymods._layer import contexts, first_call, lifecycle, structure
 from lazymods._layer.asked import SIZE_LINE
 from lazymods._model import hooks
-from lazymods._model.call_arguments import CallArguments
-from lazymods._model.called import Called
+from lazymods._model.called import CallArguments, Called
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import TracedState
 from lazymods._refusals import refuse_no_model
