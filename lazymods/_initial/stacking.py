@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -155,12 +155,3 @@ def _same(candidate: Stacking, stacking: Stacking) -> bool:
         return candidate.sizes == stacking.sizes and candidate.marks == stacking.marks
     rank = len(stacking.marks) - len(stacking.sizes)
     return candidate.axes(rank) == stacking.axes(rank)
-
-
-NOT_STACKED = Stackings({})
-
-
-def stackings_of(placeholders: Iterable[tuple[Any, Any]]) -> Stackings:
-    """Return the stackings of a layer from the paths and pending inits of its placeholders."""
-    known = {path: pending.stacking for path, pending in placeholders}
-    return Stackings(known) if any(s.sizes for s in known.values()) else NOT_STACKED
