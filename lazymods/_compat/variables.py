@@ -94,7 +94,7 @@ def default_metadata() -> dict[str, Any]:
 
 # ---------------------------------------------------------------- the trace of a birth
 
-# Flax keeps an object of its own class for it, that has the public OpaqueTraceState of jax, that has a weak reference to
+# Flax keeps an object of its own class for it; that one has OpaqueTraceState of jax, and that a weak reference to
 # the trace. Each is found by its class, not by its name. nnx objects have the same one. It tells who may change them.
 
 OpaqueState: Any = type(get_opaque_trace_state(convention="nnx"))
