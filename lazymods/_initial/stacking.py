@@ -63,13 +63,9 @@ class Stacking:
         counted = own == (rank if self.exact else 2 * _ENDS) and len(found) == len(sizes)
         if counted and found == sorted({*found}) and all(0 <= i < rank + len(sizes) for i in found):
             return tuple(found)
-        problem = Problem(
-            "a stack of lazy layers",
-            f"a value of {rank} axes in each, and axes of the stack that can't be told from those",
-            "a stack of one layer at least, along an axis near an end",
-            "nnx.vmap(make, out_axes=0)",
-        )
-        raise ShapeInferenceError(problem)
+        got = f"a value of {rank} axes in each, and axes of the stack that can't be told from those"
+        needed = "a stack of one layer at least, along an axis near an end"
+        raise ShapeInferenceError(Problem("a stack of lazy layers", got, needed, "nnx.vmap(make, out_axes=0)"))
 
     def at_rank(self, rank: int | None) -> Stacking:
         """Describe the same stack of values of which one model's has that rank."""

@@ -377,15 +377,11 @@ class _Reader:
             ConfigurationError: If it holds an array or a layer of the constructor's.
         """
         if holds_tracer(value, RUNNING, self.given):
-            raise ConfigurationError(
-                Problem(
-                    f"{self.name}.{dotted(path)}",
-                    f"{kind} that holds arrays or layers which the constructor has made",
-                    "those in attributes, in a list, dict or tuple, or in Variables, one array in each: what lm.lazy "
-                    "finds there it can size",
-                    "self.layer = layer  # what is made of it: in __call__; or a class by hand, of lm.LazyModuleMixin",
-                )
-            )
+            got = f"{kind} that holds arrays or layers which the constructor has made"
+            needed = "those in attributes, in a list, dict or tuple, or in Variables, one array in each: what lm.lazy "
+            needed += "finds there it can size"
+            write = "self.layer = layer  # what is made of it: in __call__; or a class by hand, of lm.LazyModuleMixin"
+            raise ConfigurationError(Problem(f"{self.name}.{dotted(path)}", got, needed, write))
 
     def _metadata(self, variable: nnx.Variable[Any]) -> dict[str, Any]:
         metadata = variable.get_metadata()

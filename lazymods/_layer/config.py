@@ -385,14 +385,8 @@ class ConstructorInit:
             UninitializedError: If they follow from a module that the layer was given.
         """
         if self.spec.modules:
-            raise UninitializedError(
-                Problem(
-                    f"{dotted(self.path)} of {self.spec.name}",
-                    "a parameter that depends on a wrapped module",
-                    "the wrapped module's sizes",
-                    SIZE_LINE,
-                )
-            )
+            got, needed = "a parameter that depends on a wrapped module", "the wrapped module's sizes"
+            raise UninitializedError(Problem(f"{dotted(self.path)} of {self.spec.name}", got, needed, SIZE_LINE))
         sizes = self._sizes(shape)
         rest = {n: common_multiple(self.spec.arguments) * PRIMES[i] for i, n in enumerate(self.spec.size_names)}
         abstract = self.spec.abstract(self.spec.values(rest | sizes), {})

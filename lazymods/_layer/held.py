@@ -65,14 +65,9 @@ def check_held(
             shape = shape_of(value)
             wrong, got = stacked.part(path, shape, len(slot.shape)) != slot.shape, f"a value of shape {shape}"
         if wrong:
-            problems.append(
-                Problem(
-                    _slot_place(layer, path, value),
-                    got,
-                    f"shape {slot.shape}, by the sizes inferred",
-                    f"layer(x)  # with an input whose sizes give {dotted(path)} that shape",
-                )
-            )
+            needed = f"shape {slot.shape}, by the sizes inferred"
+            write = f"layer(x)  # with an input whose sizes give {dotted(path)} that shape"
+            problems.append(Problem(_slot_place(layer, path, value), got, needed, write))
     if problems:
         raise ShapeInferenceError(*problems)
 

@@ -73,14 +73,10 @@ def initialize_parameters(
         raise
     except REFUSALS as error:
         sizes = ", ".join(f"{k}={v}" for k, v in values.items())
-        raise ShapeInferenceError(
-            Problem(
-                _graph.place(layer, type(layer).__name__),
-                f"{describe_call(args, kwargs)}, so {sizes}",
-                f"sizes that {plan.cls.__name__} takes; it says: {one_line(error)}",
-                "layer(x)  # with an input of another width",
-            )
-        ) from error
+        got = f"{describe_call(args, kwargs)}, so {sizes}"
+        needed = f"sizes that {plan.cls.__name__} takes; it says: {one_line(error)}"
+        write = "layer(x)  # with an input of another width"
+        raise ShapeInferenceError(Problem(_graph.place(layer, type(layer).__name__), got, needed, write)) from error
 
 
 def _initialize_wrapped(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
