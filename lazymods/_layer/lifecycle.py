@@ -170,17 +170,11 @@ def _compute(spec: LayerConfig, abstract: AbstractModule, empty: Mapping[Path, A
 
         placed = any(placement.place_of(v) is not None for v in waiting.values())
         arrays |= PendingValues([(abstract, waiting)], placed=placed).run()[0]
-    groups: list[tuple[Any, list[Path]]] = []
+    groups: dict[int, list[Path]] = {}  # by the identity of their keys
     for path, variable in own.items():
-        if path in arrays:
-            continue
-        for keys, paths in groups:
-            if keys is variable.pending.key_source:
-                paths.append(path)
-                break
-        else:
-            groups.append((variable.pending.key_source, [path]))
-    for _, paths in groups:
+        if path not in arrays:
+            groups.setdefault(id(variable.pending.key_source), []).append(path)
+    for paths in groups.values():
         slots = [abstract.slots[p] for p in paths]
         made = empty[paths[0]].pending.stacked(functools.partial(abstract.run, slots))
         for path, array in zip(paths, made, strict=True):
@@ -258,13 +252,12 @@ def _readable(layer: Any, values: Mapping[str, Any]) -> tuple[AbstractModule, di
 
 def _taken(abstract: AbstractModule, own: Mapping[Path, Any]) -> dict[Path, Any]:
     """Take what was computed in advance, if it is still what is wanted."""
-    waiting = _LOCAL.prepared if _compat.executing() else None
+    waiting = (_LOCAL.prepared or {}) if _compat.executing() else {}
     found = {}
-    for path, variable in own.items() if waiting else ():
-        made = waiting.pop(id(variable), None) if waiting else None
-        if made is not None and made[0] is variable and made[1] is variable.pending:
-            if made[2].shape == whole(abstract, path, variable):
-                found[path] = made[2]
+    for path, variable in own.items():
+        placeholder, pending, value = waiting.pop(id(variable), (None, None, None))
+        if placeholder is variable and pending is variable.pending and value.shape == whole(abstract, path, variable):
+            found[path] = value
     return found
 
 
