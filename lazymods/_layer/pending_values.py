@@ -39,17 +39,16 @@ class PendingValues:
     ) -> None:
         self.layers, self._calling, self._placed = layers, calling, placed
         self._context = placement.on_one_device if placed else contextlib.nullcontext
-        places = [(i, path, own[path].pending) for i, (_, own) in enumerate(layers) for path in own]
-        self._places = [(i, path) for i, path, pending in places if _is_whole_or_in_front(pending)]
+        places = [(i, path, variable) for i, (_, own) in enumerate(layers) for path, variable in own.items()]
+        self._places = [place for place in places if _is_whole_or_in_front(place[2].pending)]
         with self._context():
             self._plan = self._planned() if self._places and _compat.executing() else None
 
     def _planned(self) -> InitBatch:
         known: dict[int, Any] = {}
         requests, alive = [], []
-        for i, path in self._places:
-            abstract, own = self.layers[i]
-            pending = own[path].pending
+        for i, path, variable in self._places:
+            abstract, pending = self.layers[i][0], variable.pending
             for keys in pending.keys_of_each():
                 alive.append(keys)  # known has their identities
                 requests.append(_request(abstract, abstract.slots[path], keys, pending.dtype, known, self._placed))
@@ -60,27 +59,25 @@ class PendingValues:
         if self._plan is None:
             return {}, 0
         said = self._each(zip(self._plan.describe(), self._plan.made_whole(), strict=True))
-        return {id(self.layers[i][1][path]): found[0] for i, path, found in said}, len(self._plan.kernels())
+        return {id(variable): found[0] for _, _, variable, found in said}, len(self._plan.kernels())
 
-    def _each(self, found: Iterable[Any]) -> Iterator[tuple[int, Path, list[Any]]]:
+    def _each(self, found: Iterable[Any]) -> Iterator[tuple[int, Path, Any, list[Any]]]:
         """Return what was found for the values of each place: several, where layers are stacked."""
         rest = iter(found)
-        for i, path in self._places:
-            count = math.prod(self.layers[i][1][path].pending.stacking.sizes)
-            yield i, path, list(itertools.islice(rest, count))
+        for i, path, variable in self._places:
+            count = math.prod(variable.pending.stacking.sizes)
+            yield i, path, variable, list(itertools.islice(rest, count))
 
     def run(self) -> list[dict[Path, Any]]:
         """Compute what is known to come out as the layers themselves would make it, by layer and path."""
         out: list[dict[Path, Any]] = [{} for _ in self.layers]
-        variables = [self.layers[i][1][path] for i, path in self._places]
-        places = [(placement.place_of(v), v.pending.stacking.sizes) for v in variables]
+        places = [(placement.place_of(v), v.pending.stacking.sizes) for _, _, v in self._places]
         shardings = [s for place, sizes in places for s in shards.of_each(place, sizes)]
         with self._context():
             made = self._plan.fill(shardings) if self._plan is not None else ()
         made = collections.deque(made)  # what has been stacked is given up before the next is
-        for i, path, arrays in self._each(_popped(made)) if made else ():
+        for i, path, variable, arrays in self._each(_popped(made)) if made else ():
             if not any(array is None for array in arrays):
-                variable = self.layers[i][1][path]
                 sizes, place = variable.pending.stacking.sizes, placement.place_of(variable)
                 out[i][path] = stacked_values.stack_at(arrays, sizes, place) if sizes else arrays[0]
         return out
@@ -157,4 +154,3 @@ def _on_host(
     if equation.primitive is fold_p:
         return fold_in(first, second) if isinstance(first, tuple) else None
     return (first + second) % 2**32 if isinstance(first, int) and variable.aval.dtype == np.uint32 else None
-
