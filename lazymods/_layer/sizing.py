@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from jax import export
-from jax.core import Tracer
 
 from lazymods import _graph
 from lazymods._errors import LazyError, Problem, ShapeInferenceError, describe_call, one_line, relocate
@@ -165,7 +164,7 @@ def _wrong_values(spec: LayerConfig, values: Any) -> tuple[str, str, str] | None
         return f"infer returned the arguments {sorted(map(str, values))}", needed, write
     for name, value in values.items():
         for leaf in jax.tree.leaves(value):  # None is for what takes it: cond_dim=None
-            size = None if isinstance(leaf, Tracer) else as_size(leaf)
+            size = as_size(leaf)
             if size is None and export.is_symbolic_dim(leaf):
                 return (
                     f"{name}={leaf}, a symbolic size",

@@ -180,10 +180,10 @@ def _conform(value: Any, description: Any, before: Any, path: Path, builder: Mod
         ConfigurationError: If it is what the layer was given and does not have.
     """
     replaceable = value is _graph.MISSING or _is_own(value, before)  # else it was given: by a load, or by hand
-    if replaceable and isinstance(description, Given) and not isinstance(before, Given):
+    alike = _are_alike(description, before)
+    if replaceable and isinstance(description, Given) and not alike:
         raise not_kept(builder.layer_builder.spec.name, path)
     met = id(description) in builder.made
-    alike = _are_alike(description, before)
     if not met and alike and isinstance(description, Node) and isinstance(value, nnx.Pytree):
         builder.made[id(description)] = value
         _conform_node(value, description, before, path, builder)
