@@ -74,9 +74,7 @@ def _batches(incoming: Iterable[Incoming]) -> Iterator[list[Incoming]]:
         yield batch
 
 
-def _transferred(
-    incoming: Sequence[Incoming], device: Any, advance: Callable[[int], None] | None
-) -> list[jax.Array]:
+def _transferred(incoming: Sequence[Incoming], device: Any, advance: Callable[[int], None] | None) -> list[jax.Array]:
     ready = prepared(incoming, advance, on_cpu=device.platform == "cpu")
     spread = _over_the_mesh()
     explicit = {i: item.sharding or spread for i, item in enumerate(incoming) if item.sharding or spread}

@@ -108,9 +108,7 @@ class Ledger:
         more, self.extra[turn] = extra - (self.extra[turn] or 0), extra
         if not more:
             return
-        self.others = [
-            o if o.turn <= turn else Others(o.turn, o.start + more, o.stop + more) for o in self.others
-        ]
+        self.others = [o if o.turn <= turn else Others(o.turn, o.start + more, o.stop + more) for o in self.others]
         if self._count is not None:
             value = _compat.value_of(self._count)
             if self._is_expected(value):

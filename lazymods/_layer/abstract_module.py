@@ -324,9 +324,7 @@ def trace(
 class _Reader:
     """Turns a constructed object into descriptions, one description for an object however often it is met."""
 
-    def __init__(
-        self, name: str, given: Mapping[int, str], values: list[Any], originals: Mapping[int, Any]
-    ) -> None:
+    def __init__(self, name: str, given: Mapping[int, str], values: list[Any], originals: Mapping[int, Any]) -> None:
         self.name, self.given, self.originals = name, given, originals
         self.values = values  # those of the slots are appended
         self.slots: dict[Path, Slot] = {}

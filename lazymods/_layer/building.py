@@ -90,9 +90,7 @@ class LayerBuilder:
         shapes: The partial shape of each slot while it is empty.
     """
 
-    def __init__(
-        self, spec: LayerConfig, formulas: ShapeFormulas, shapes: Mapping[Path, PartialShape | None]
-    ) -> None:
+    def __init__(self, spec: LayerConfig, formulas: ShapeFormulas, shapes: Mapping[Path, PartialShape | None]) -> None:
         self.spec, self.formulas, self.shapes = spec, formulas, shapes
         root = formulas.abstract.root
         attributes = [(n, d) for n, d in root.attributes.items() if (n,) not in formulas.pending]

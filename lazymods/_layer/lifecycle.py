@@ -204,9 +204,7 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
-def plan(
-    layers: Sequence[tuple[Any, Mapping[str, Any] | None]], calling: bool, placed: bool = False
-) -> PendingValues:
+def plan(layers: Sequence[tuple[Any, Mapping[str, Any] | None]], calling: bool, placed: bool = False) -> PendingValues:
     """Plan the values of many layers together.
 
     Args:
@@ -264,9 +262,7 @@ def _taken(abstract: AbstractModule, own: Mapping[Path, Any]) -> dict[Path, Any]
 # ---------------------------------------------------------------- settling
 
 
-def settle(
-    layer: Any, abstract: AbstractModule | None, *, keep_class: bool = False, strict: bool = True
-) -> None:
+def settle(layer: Any, abstract: AbstractModule | None, *, keep_class: bool = False, strict: bool = True) -> None:
     """Remove what made a layer lazy, and let it become its class.
 
     Attributes are merged three ways: what the user changed since construction stays, everything else gets the

@@ -112,9 +112,7 @@ def _same_state(now: Any, before: Any) -> bool:
 _OWN: Any = object()
 
 
-def _builder(
-    layer: Any, abstract: AbstractModule, turns: Any = _OWN, built: BuiltWith | None = None
-) -> ModuleBuilder:
+def _builder(layer: Any, abstract: AbstractModule, turns: Any = _OWN, built: BuiltWith | None = None) -> ModuleBuilder:
     """Return what makes the parts of a layer; without turns, from the keys that it was built with."""
     state = vars(layer)[STATE]
     keys, stacking = state.keys, None

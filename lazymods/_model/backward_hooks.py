@@ -79,9 +79,7 @@ class _Leaves:
         """Return the pytree with other arrays for the leaves that can have a gradient."""
         rest = iter(new)
         leaves = jax.tree.leaves(value, is_leaf=_is_opaque)
-        return self.tree.unflatten(
-            [next(rest) if marked else x for x, marked in zip(leaves, self.marked, strict=True)]
-        )
+        return self.tree.unflatten([next(rest) if marked else x for x, marked in zip(leaves, self.marked, strict=True)])
 
     def shown(self, gradients: Gradients) -> Any:
         """Return what a hook sees: the pytree of gradients, None for all that has none."""
