@@ -6,8 +6,10 @@ On a mesh each part that a device of this process holds is drawn alone: none is 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymods import _compat, _memory
-from lazymods._initial import kernels, shards, words
+from lazymods._initial import kernels, shards
 from lazymods._initial.kernels import BLOCK, FEW, MANY
 from lazymods._initial.keys import Key, host_value
 from lazymods._initial.program import Constant, Drawn, Run, Unit, cast, read
@@ -85,11 +87,11 @@ class InitBatch:
         numbers = {unit: i for i, unit in enumerate(self.kernels(), 1)}
         out = []
         for i, request in enumerate(self.requests):
-            how, name = self.made.get(i), words.of_initializer(None if request is None else request.init)
+            how, name = self.made.get(i), name_of_initializer(None if request is None else request.init)
             if isinstance(how, Drawn):
                 out.append(f"{name}, kernel {numbers[how.units[0]]}")
             else:
-                out.append(name if how is None else words.of_constant(how.value))
+                out.append(name if how is None else name_of_constant(how.value))
         return out
 
     def made_whole(self) -> list[bool]:
@@ -325,3 +327,49 @@ def _copy(values: Any, group: Sequence[_Block], on_host: bool) -> Iterator[int]:
         row += len(run)
         if run[-1].first + BLOCK >= run[-1].flat.size:
             yield number
+
+
+# ---------------------------------------------------------------- what reports call an initializer
+
+_SCALING = {  # what jax.nn.initializers call variance_scaling of these arguments
+    (1.0, "fan_in", "truncated_normal"): "lecun_normal",
+    (1.0, "fan_in", "uniform"): "lecun_uniform",
+    (2.0, "fan_in", "truncated_normal"): "he_normal",
+    (2.0, "fan_in", "uniform"): "he_uniform",
+    (1.0, "fan_avg", "truncated_normal"): "glorot_normal",
+    (1.0, "fan_avg", "uniform"): "glorot_uniform",
+}
+
+
+def name_of_constant(value: Any) -> str:
+    """Name a value that all elements have: ``zeros``, ``ones``, ``all 0.5``."""
+    number = np.asarray(value)
+    if number.dtype.kind in "biufc" and number.size == 1:
+        known = {0: "zeros", 1: "ones"}.get(number.item())
+        return known or f"all {number.item():g}" if number.dtype.kind in "iuf" else known or f"all {number.item()}"
+    return f"all {value}"
+
+
+def name_of_initializer(init: Any) -> str:
+    """Name an initializer: ``lecun_normal``, ``normal(stddev=0.02)``, or the name of a user's function; '' for None."""
+    if init is None:
+        return ""
+    function: Any = init.func if isinstance(init, functools.partial) else init
+    if not _compat.is_jax_initializer(function):
+        return getattr(function, "__name__", type(function).__name__)
+    name = function.__qualname__.partition(".<locals>")[0]
+    given = _closed_over(function)
+    scaling = given.get("scale"), given.get("mode"), given.get("distribution")
+    if name == "variance_scaling" and scaling in _SCALING:
+        return _SCALING[scaling]  # type: ignore[index]
+    plain = [f"{key}={value:g}" for key, value in given.items() if type(value) in (int, float) and "axis" not in key]
+    return f"{name}({', '.join(plain)})" if plain else name
+
+
+def _closed_over(function: Any) -> dict[str, Any]:
+    """Return the plain values that a function closes over, by name."""
+    if not isinstance(function, types.FunctionType):
+        return {}
+    names, cells = function.__code__.co_freevars, function.__closure__ or ()
+    found = ((name, cell.cell_contents) for name, cell in zip(names, cells, strict=True))
+    return {name: value for name, value in found if type(value) in (int, float, str)}
