@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,15 +57,14 @@ class PendingValues:
         """Say how each value is made, and whether as a whole, by its placeholder's id; and how many kernels draw."""
         if self._plan is None:
             return {}, 0
-        said = self._each(zip(self._plan.describe(), self._plan.made_whole(), strict=True))
+        said = self._each(collections.deque(zip(self._plan.describe(), self._plan.made_whole(), strict=True)))
         return {id(variable): found[0] for _, _, variable, found in said}, len(self._plan.kernels())
 
-    def _each(self, found: Iterable[Any]) -> Iterator[tuple[int, Path, Any, list[Any]]]:
-        """Return what was found for the values of each place: several, where layers are stacked."""
-        rest = iter(found)
+    def _each(self, found: collections.deque[Any]) -> Iterator[tuple[int, Path, Any, list[Any]]]:
+        """Take out what was found for the values of each place: several, where layers are stacked."""
         for i, path, variable in self._places:
             count = math.prod(variable.pending.stacking.sizes)
-            yield i, path, variable, list(itertools.islice(rest, count))
+            yield i, path, variable, [found.popleft() for _ in range(count)]
 
     def run(self) -> list[dict[Path, Any]]:
         """Compute what is known to come out as the layers themselves would make it, by layer and path."""
@@ -74,18 +72,13 @@ class PendingValues:
         places = [(placement.place_of(v), v.pending.stacking.sizes) for _, _, v in self._places]
         shardings = [s for place, sizes in places for s in shards.of_each(place, sizes)]
         with self._context():
-            made = self._plan.fill(shardings) if self._plan is not None else ()
-        made = collections.deque(made)  # what has been stacked is given up before the next is
-        for i, path, variable, arrays in self._each(_popped(made)) if made else ():
+            made = collections.deque(() if self._plan is None else self._plan.fill(shardings))
+        # what has been stacked is given up before the next is
+        for i, path, variable, arrays in self._each(made) if made else ():
             if not any(array is None for array in arrays):
                 sizes, place = variable.pending.stacking.sizes, placement.place_of(variable)
                 out[i][path] = stacked_values.stack_at(arrays, sizes, place) if sizes else arrays[0]
         return out
-
-
-def _popped(found: collections.deque[Any]) -> Iterator[Any]:
-    while found:
-        yield found.popleft()
 
 
 def _is_whole_or_in_front(pending: PendingInit) -> bool:
