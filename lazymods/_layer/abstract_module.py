@@ -414,5 +414,5 @@ _OF_CLASSES = (_graph.MAPPING, _graph.SEQUENCE, _graph.PYTREE)  # named tuples, 
 
 
 def _holds_data(value: Any) -> bool:
-    leaves = jax.tree.leaves(value, is_leaf=lambda v: isinstance(v, (nnx.Variable, nnx.Pytree)))
-    return any(isinstance(v, (nnx.Variable, nnx.Pytree, Tracer)) for v in leaves)
+    leaves = jax.tree.leaves(value, is_leaf=_graph.is_object)
+    return any(_graph.is_object(v) or isinstance(v, Tracer) for v in leaves)

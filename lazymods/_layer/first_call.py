@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._errors import (
@@ -207,7 +206,7 @@ def as_specs(tree: Any) -> Any:
     spec = _as_spec(tree)
     if spec is not tree:
         return spec
-    return jax.tree.map(_as_spec, tree, is_leaf=lambda x: isinstance(x, (nnx.Pytree, nnx.Variable)))
+    return jax.tree.map(_as_spec, tree, is_leaf=_graph.is_object)
 
 
 def _as_spec(x: Any) -> Any:

@@ -15,6 +15,7 @@ import jax
 from flax import nnx
 
 from lazymods._errors import Problem
+from lazymods._graph import is_object
 from lazymods._refusals import ArgumentError
 
 
@@ -83,8 +84,8 @@ class CallArguments:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
-        self._places = [i for i, v in enumerate(self._leaves) if _is_module(v)]
+        self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+        self._places = [i for i, v in enumerate(self._leaves) if is_object(v)]
         self.arrays = {i: v for i, v in enumerate(self._leaves) if isinstance(v, jax.ShapeDtypeStruct)}
         self.modules = [self._leaves[i] for i in self._places]
 
@@ -92,7 +93,3 @@ class CallArguments:
         """Return the arguments with these in place of ``arrays`` and ``modules``."""
         filled = dict(enumerate(self._leaves)) | arrays | dict(zip(self._places, modules, strict=True))
         return jax.tree.unflatten(self._treedef, [filled[i] for i in range(len(self._leaves))])
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, (nnx.Pytree, nnx.Variable))
