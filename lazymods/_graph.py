@@ -234,6 +234,11 @@ def is_trained(variable: nnx.Param[Any]) -> bool:
     return not variable.has_metadata(REQUIRES_GRAD) or bool(variable.get_metadata(REQUIRES_GRAD))
 
 
+def is_object(value: Any) -> bool:
+    """Whether a value is an nnx object or a Variable."""
+    return isinstance(value, (nnx.Pytree, nnx.Variable))
+
+
 def is_placeholder(value: Any) -> bool:
     """Whether a value is a Variable without a value."""
     return kind_of(value) is VARIABLE and type(value.get_raw_value()) is PendingInit

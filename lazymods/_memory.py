@@ -1,5 +1,7 @@
 """From host memory to the device, once: arrays that JAX can take over as they lie, the others by one copy.
 
+What is filled in parts goes to a GPU while the rest is filled (:class:`Sender`).
+
 On a CPU, JAX takes over memory that begins on a multiple of 64 bytes without copying it. What may be taken over is
 memory that nobody else writes, such as a mapped file. Everything else (unaligned, strided, of another dtype, or
 somebody's own array) is copied, in parallel, into new aligned memory.
@@ -21,7 +23,7 @@ from lazymods import _compat
 ALIGNMENT = 64
 _CHUNK = 4 << 20  # bytes that one thread copies at a time
 _BATCH = 1 << 30  # bytes that go to a device other than a CPU at a time
-_SMALL = 1 << 20  # arrays below that share their memory
+_SMALL = 1 << 20  # bytes; arrays below that share their memory, and are sent together
 
 Array = np.ndarray[Any, Any]
 
@@ -72,9 +74,7 @@ def _batches(incoming: Iterable[Incoming]) -> Iterator[list[Incoming]]:
         yield batch
 
 
-def _transferred(
-    incoming: Sequence[Incoming], device: Any, advance: Callable[[int], None] | None
-) -> list[jax.Array]:
+def _transferred(incoming: Sequence[Incoming], device: Any, advance: Callable[[int], None] | None) -> list[jax.Array]:
     ready = prepared(incoming, advance, on_cpu=device.platform == "cpu")
     spread = _over_the_mesh()
     explicit = {i: item.sharding or spread for i, item in enumerate(incoming) if item.sharding or spread}
@@ -193,3 +193,74 @@ def _block(size: int) -> Array:
     # nothing of it exists before it is written
     flags = {"flags": mmap.MAP_PRIVATE} if hasattr(mmap, "MAP_PRIVATE") else {}
     return np.frombuffer(mmap.mmap(-1, size, **flags), np.uint8)
+
+
+# ---------------------------------------------------------------- arrays that are filled one after the other
+
+
+class Sender:
+    """Brings finished arrays to their devices.
+
+    Args:
+        devices: Those of each array. To CPUs nothing is sent ahead: they take the memory over as it lies.
+    """
+
+    def __init__(self, devices: Sequence[tuple[Any, ...]]) -> None:
+        self._devices = devices
+        self._sent: dict[int, Any] = {}
+        self._pool: Any = None
+        self._touching: Any = None
+
+    def __enter__(self) -> Sender:
+        if any(device.platform != "cpu" for devices in self._devices for device in devices):
+            from concurrent.futures import ThreadPoolExecutor  # takes longer to import than a small model to fill
+
+            self._pool = ThreadPoolExecutor(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def touch(self, arrays: Sequence[Array]) -> None:
+        """Begin to have the memory of new arrays made, while the kernels are compiled; to a CPU, only what is used."""
+        if self._pool is not None:
+            self._touching = self._pool.submit(_touch, arrays)
+
+    def touched(self) -> None:
+        """Wait until what :meth:`touch` began is done: only then may the arrays be written."""
+        if self._touching is not None:
+            self._touching.result()
+            self._touching = None
+
+    def send_ahead(self, number: int, array: Array) -> None:
+        """Begin to send an array, if that is worth a thread's while."""
+        if self._pool is not None and array.nbytes >= _SMALL:
+            self._sent[number] = self._pool.submit(_send, array, self._devices[number])
+
+    def send(self, arrays: Sequence[Array]) -> list[list[jax.Array]]:
+        """Send what was not sent yet; return all, on each of their devices.
+
+        CPUs that hold the same share its memory: what JAX took over it never writes, also if it is donated.
+        """
+        out: list[list[jax.Array]] = [[] for _ in arrays]
+        waiting: dict[Any, list[tuple[int, Array]]] = {}
+        for number, array in enumerate(arrays):
+            for device in self._devices[number] if number not in self._sent else ():
+                waiting.setdefault(device, []).append((number, array))
+        for device, items in waiting.items():
+            sent = _compat.device_put([array for _, array in items], device)
+            for (number, _), array in zip(items, sent, strict=True):
+                out[number].append(array)
+        for number, future in self._sent.items():
+            out[number] = future.result()
+        return out
+
+
+def _send(array: Array, devices: Sequence[Any]) -> list[jax.Array]:
+    return [_compat.device_put([array], device)[0] for device in devices]
+
+
+def _touch(arrays: Sequence[Array]) -> None:
+    for array in arrays:
+        array.reshape(-1).view(np.uint8)[:: mmap.PAGESIZE] = 0

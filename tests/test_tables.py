@@ -13,7 +13,7 @@ from helpers import lazy_mlp, spec
 from rich.console import Console
 
 import lazymods as lm
-from lazymods._initial import words
+from lazymods._initial.fill import name_of_constant, name_of_initializer
 from lazymods._recording.dot import Drawing
 from lazymods._tables import Table
 
@@ -174,12 +174,12 @@ NAMES = [
 
 @pytest.mark.parametrize("initializer, name", NAMES, ids=[name for _, name in NAMES])
 def test_initializers_in_words(initializer: Any, name: str) -> None:
-    assert words.of_initializer(initializer) == name
+    assert name_of_initializer(initializer) == name
 
 
 @pytest.mark.parametrize("value, name", [(0.0, "zeros"), (1, "ones"), (0.5, "all 0.5"), (-3, "all -3")])
 def test_constants_in_words(value: float, name: str) -> None:
-    assert words.of_constant(value) == name
+    assert name_of_constant(value) == name
 
 
 def test_totals_by_kind_and_what_is_trained() -> None:

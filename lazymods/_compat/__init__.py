@@ -16,9 +16,6 @@ from lazymods._errors import MissingNameError as _MissingNameError
 if TYPE_CHECKING:
     from lazymods._compat.backward_marks import mark_inputs as mark_inputs
     from lazymods._compat.backward_marks import mark_outputs as mark_outputs
-    from lazymods._compat.births import birth_trace as birth_trace
-    from lazymods._compat.births import current_home as current_home
-    from lazymods._compat.births import transform_of as transform_of
     from lazymods._compat.equations import bind_equation as bind_equation
     from lazymods._compat.equations import scopes_of as scopes_of
     from lazymods._compat.fast_traces import at_trace as at_trace
@@ -76,16 +73,18 @@ if TYPE_CHECKING:
     from lazymods._compat.transforms import will_update as will_update
     from lazymods._compat.variables import NOT_GIVEN as NOT_GIVEN
     from lazymods._compat.variables import SET_RAW as SET_RAW
+    from lazymods._compat.variables import birth_trace as birth_trace
+    from lazymods._compat.variables import current_home as current_home
     from lazymods._compat.variables import default_metadata as default_metadata
     from lazymods._compat.variables import new_variable as new_variable
     from lazymods._compat.variables import raw_metadata as raw_metadata
     from lazymods._compat.variables import raw_values as raw_values
+    from lazymods._compat.variables import transform_of as transform_of
     from lazymods._compat.variables import value_of as value_of
     from lazymods._compat.variables import write_variable as write_variable
 
 _FUNCTIONS = {
     "backward_marks": "mark_inputs mark_outputs",
-    "births": "birth_trace current_home transform_of",
     "equations": "bind_equation scopes_of",
     "fast_traces": "at_trace current_trace executing",
     "grad_modes": "Mode close_block open_block",
@@ -100,7 +99,8 @@ _FUNCTIONS = {
     "threefry_dtype weak",
     "transforms": "carrying_transforms fixed_structure incarnations mapping_axes outermost transforms_running "
     "will_update",
-    "variables": "NOT_GIVEN SET_RAW default_metadata new_variable raw_metadata raw_values value_of write_variable",
+    "variables": "NOT_GIVEN SET_RAW birth_trace current_home default_metadata new_variable raw_metadata raw_values "
+    "transform_of value_of write_variable",
 }
 _PLACES = {name: module for module, names in _FUNCTIONS.items() for name in names.split()}
 _TWINS = {  # and what it does

@@ -24,13 +24,13 @@ from jax._src.source_info_util import current as current_source
 from jax.experimental.layout import Format
 from jaxlib._jax import ExecuteResults
 
-from lazymods._compat.births import OpaqueState, opaque_of, opaque_of_own, reference_of, set_opaque, state_of
 from lazymods._compat.fast_traces import current_trace
 from lazymods._compat.finding import require, tell
 from lazymods._compat.objects import REFERENCES, STATE
 from lazymods._compat.objects import new_state as new_state
 from lazymods._compat.traces import EVAL as EVAL
 from lazymods._compat.variables import SET_RAW as SET_RAW
+from lazymods._compat.variables import OpaqueState, opaque_of, opaque_of_own, reference_of, set_opaque, state_of
 from lazymods._compat.variables import raw_values as raw_values
 
 require(trace_state_strong_ref, "value")

@@ -42,7 +42,9 @@ _OWN = STATE[: STATE.rfind("__") + 2]  # flax, nnx.Dict and nnx.bridge.ToNNX loo
 if not _OWN or not NODES.startswith(_OWN):
     raise AttributeError("flax.nnx has no prefix for the names of its own attributes")
 
-_new_state: Any = type(vars(_Blank())[STATE])
+new_state: Any = type(vars(_Blank())[STATE])
+"""Return what flax keeps under ``STATE`` in a new object."""
+
 _mapping: Any = type(vars(_Blank())[NODES])
 
 
@@ -56,11 +58,6 @@ def own_name(name: str) -> str:
     ``nnx.bridge.ToNNX`` hands all others to linen as parameters, and ``nnx.Dict`` has all others for its items.
     """
     return f"{_OWN}lazymods_{name}"
-
-
-def new_state() -> Any:
-    """Return what flax keeps under ``STATE`` in a new object."""
-    return _new_state()
 
 
 def data_names(node: Any) -> dict[str, bool]:
@@ -109,7 +106,7 @@ def new_object(cls: type, data: Mapping[str, Any] | None = None, static: Mapping
         static: Attributes that are not.
     """
     node = object.__new__(cls)
-    object.__setattr__(node, STATE, _new_state())
+    object.__setattr__(node, STATE, new_state())
     object.__setattr__(node, NODES, getattr(cls, NODES))
     if data is not None and static is not None:
         vars(node).update(static, **data)

@@ -192,10 +192,6 @@ def _apply(*operands: Any, jaxpr: Any, saving: Saving, trees: Any, levels: Any, 
     return _linear(levels, jaxpr, saving, trees)(list(operands[:n]), list(operands[n:]))
 
 
-def _linear_types(*_: Any, jaxpr: Any, results: Any, **__: Any) -> Any:
-    return list(results), jaxpr.effects
-
-
 def _differentiate_again(primals: Any, tangents: Any, **params: Any) -> Any:
     n = _count(params["trees"])
     moving = [i for i, t in enumerate(tangents) if not _is_zero(t)]
@@ -273,7 +269,7 @@ batching.fancy_primitive_batchers[saving_p] = _map_operation
 mlir.register_lowering(saving_p, mlir.lower_fun(_run))
 
 linear_p.def_impl(_apply)
-linear_p.def_effectful_abstract_eval(_linear_types)
+linear_p.def_effectful_abstract_eval(_types)
 ad.primitive_jvps[linear_p] = _differentiate_again
 ad.primitive_transposes[linear_p] = _transpose
 batching.fancy_primitive_batchers[linear_p] = _map_linear

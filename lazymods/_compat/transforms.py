@@ -26,17 +26,12 @@ def carrying_transforms(node: Any) -> list[Any]:
 
     Of transforms inside each other, the tags of all of them that have it as an argument.
     """
-    return [tag for tag, _ in _carrying(node)]
+    return [tag for tag, _ in _outward(node)[1]]
 
 
 def outermost(node: Any) -> Any:
     """Return what ``node`` is outside of all nnx transforms that will carry changes of it: itself, if none will."""
     return _outward(node)[0][-1]
-
-
-def _carrying(node: Any) -> list[tuple[Any, Any]]:
-    """Return tag and context of the nnx transforms that hold ``node`` or what it is further out."""
-    return _outward(node)[1]
 
 
 def _outward(node: Any) -> tuple[list[Any], list[tuple[Any, Any]]]:
@@ -84,7 +79,7 @@ def fixed_structure(node: Any) -> str | None:
 
     Those are nnx.custom_vjp (context tags ``custom_vjp_...``) and nnx.cached_partial (contexts with a static cache).
     """
-    for tag, context in _carrying(node):
+    for tag, context in _outward(node)[1]:
         if isinstance(tag, str) and tag.startswith("custom_vjp_"):
             return "nnx.custom_vjp"
         if context.static_cache:

@@ -6,8 +6,10 @@ On a mesh each part that a device of this process holds is drawn alone: none is 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import math
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from lazymods import _compat, _memory
-from lazymods._initial import kernels, samplers, shards, words
+from lazymods._initial import kernels, shards
 from lazymods._initial.kernels import BLOCK, FEW, MANY
 from lazymods._initial.keys import Key, host_value
 from lazymods._initial.program import Constant, Drawn, Run, Unit, cast, read
-from lazymods._initial.sending import Sender
 from lazymods._initial.shards import Part
 from lazymods._initial.stacking import Shape
 
@@ -86,11 +87,11 @@ class InitBatch:
         numbers = {unit: i for i, unit in enumerate(self.kernels(), 1)}
         out = []
         for i, request in enumerate(self.requests):
-            how = self.made.get(i)
+            how, name = self.made.get(i), name_of_initializer(None if request is None else request.init)
             if isinstance(how, Drawn):
-                out.append(f"{words.of_initializer(_init(request))}, kernel {numbers[how.units[0]]}")
+                out.append(f"{name}, kernel {numbers[how.units[0]]}")
             else:
-                out.append(words.of_initializer(_init(request)) if how is None else words.of_constant(how.value))
+                out.append(name if how is None else name_of_constant(how.value))
         return out
 
     def made_whole(self) -> list[bool]:
@@ -122,7 +123,7 @@ class InitBatch:
         large = {key for key, blocks in jobs.items() if len(blocks) > many // 8}
         together = tuple(dict.fromkeys(key[0][0] for key in jobs if key in large))
         skips = max((len(part.skips) for part in parts), default=0)
-        with _compat.kept_when_compiled(), Sender([part.devices for part in parts]) as sender:
+        with _compat.kept_when_compiled(), _memory.Sender([part.devices for part in parts]) as sender:
             sender.touch([b for p, b in zip(parts, buffers, strict=True) if isinstance(self.made[p.request], Drawn)])
             for (units, shared), blocks in jobs.items():
                 rows, drawing = (many, together) if (units, shared) in large else (FEW, units[:1])
@@ -163,10 +164,6 @@ class InitBatch:
                 blocks = [_Block(number, part, key, first, scalars, flat) for first in range(0, flat.size, BLOCK)]
                 jobs.setdefault((how.units, how.scalars[0]), []).extend(blocks)
         return jobs
-
-
-def _init(request: InitRequest | None) -> Any:
-    return None if request is None else request.init
 
 
 def call_in_blocks(
@@ -210,7 +207,7 @@ def _made(request: InitRequest, calling: bool) -> Drawn | Constant | Run | None:
         made, run = read(init, request.shape, request.dtype)
     else:
         return None
-    if isinstance(made, Drawn) and (request.key is None or not samplers.are_known(made.units, request.shape)):
+    if isinstance(made, Drawn) and (request.key is None or not kernels.are_known(made.units, request.shape)):
         made = None
     if made is not None and request.out_dtype != request.dtype:
         floats = all(jnp.issubdtype(d, jnp.floating) for d in (request.dtype, request.out_dtype))
@@ -263,8 +260,8 @@ def _run(
         skips: How many kinds of skips any of the parts has.
         before_writing: Called before results are copied.
     """
-    on_host = samplers.is_product(units[-1]) and all(
-        samplers.never_tiny(units[:-1], shared, factor) for factor in {block.scalars[-1][0] for block in blocks}
+    on_host = kernels.is_product(units[-1]) and all(
+        kernels.never_tiny(units[:-1], shared, factor) for factor in {block.scalars[-1][0] for block in blocks}
     )
     draw = kernels.drawing(drawing, rows, skips)
     unused = [tuple(dtype.type(0) for dtype in unit.dtypes) for unit in drawing]
@@ -330,3 +327,49 @@ def _copy(values: Any, group: Sequence[_Block], on_host: bool) -> Iterator[int]:
         row += len(run)
         if run[-1].first + BLOCK >= run[-1].flat.size:
             yield number
+
+
+# ---------------------------------------------------------------- what reports call an initializer
+
+_SCALING = {  # what jax.nn.initializers call variance_scaling of these arguments
+    (1.0, "fan_in", "truncated_normal"): "lecun_normal",
+    (1.0, "fan_in", "uniform"): "lecun_uniform",
+    (2.0, "fan_in", "truncated_normal"): "he_normal",
+    (2.0, "fan_in", "uniform"): "he_uniform",
+    (1.0, "fan_avg", "truncated_normal"): "glorot_normal",
+    (1.0, "fan_avg", "uniform"): "glorot_uniform",
+}
+
+
+def name_of_constant(value: Any) -> str:
+    """Name a value that all elements have: ``zeros``, ``ones``, ``all 0.5``."""
+    number = np.asarray(value)
+    if number.dtype.kind in "biufc" and number.size == 1:
+        known = {0: "zeros", 1: "ones"}.get(number.item())
+        return known or f"all {number.item():g}" if number.dtype.kind in "iuf" else known or f"all {number.item()}"
+    return f"all {value}"
+
+
+def name_of_initializer(init: Any) -> str:
+    """Name an initializer: ``lecun_normal``, ``normal(stddev=0.02)``, or the name of a user's function; '' for None."""
+    if init is None:
+        return ""
+    function: Any = init.func if isinstance(init, functools.partial) else init
+    if not _compat.is_jax_initializer(function):
+        return getattr(function, "__name__", type(function).__name__)
+    name = function.__qualname__.partition(".<locals>")[0]
+    given = _closed_over(function)
+    scaling = given.get("scale"), given.get("mode"), given.get("distribution")
+    if name == "variance_scaling" and scaling in _SCALING:
+        return _SCALING[scaling]  # type: ignore[index]
+    plain = [f"{key}={value:g}" for key, value in given.items() if type(value) in (int, float) and "axis" not in key]
+    return f"{name}({', '.join(plain)})" if plain else name
+
+
+def _closed_over(function: Any) -> dict[str, Any]:
+    """Return the plain values that a function closes over, by name."""
+    if not isinstance(function, types.FunctionType):
+        return {}
+    names, cells = function.__code__.co_freevars, function.__closure__ or ()
+    found = ((name, cell.cell_contents) for name, cell in zip(names, cells, strict=True))
+    return {name: value for name, value in found if type(value) in (int, float, str)}

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from lazymods import _compat
+from lazymods._initial.keys import is_key
 
 
 class Others(NamedTuple):
@@ -107,9 +108,7 @@ class Ledger:
         more, self.extra[turn] = extra - (self.extra[turn] or 0), extra
         if not more:
             return
-        self.others = [
-            o if o.turn <= turn else Others(o.turn, o.start + more, o.stop + more) for o in self.others
-        ]
+        self.others = [o if o.turn <= turn else Others(o.turn, o.start + more, o.stop + more) for o in self.others]
         if self._count is not None:
             value = _compat.value_of(self._count)
             if self._is_expected(value):
@@ -128,8 +127,8 @@ class Ledger:
         if any(number == turn and id(variable) in own for number, variable, _, _ in self._moved):
             return []  # it is that model
         made = [(before, value) for number, _, before, value in self._moved if number == turn]
-        keys = {key_data(before): value for before, value in made if _is_key(before)}
-        counts = {int(before): value for before, value in made if not _is_key(before)}
+        keys = {key_data(before): value for before, value in made if is_key(before)}
+        counts = {int(before): value for before, value in made if not is_key(before)}
         forked = [(s, keys[key_data_of(s)]) for s in streams if is_unused(s) and key_data_of(s) in keys]
         return [Move(s.key, value) for s, value in forked] + [
             Move(s.count, counts[int(_compat.value_of(s.count))])
@@ -201,10 +200,6 @@ def is_unused(stream: Any) -> bool:
     key, count = _compat.value_of(stream.key), _compat.value_of(stream.count)
     known = isinstance(key, jax.Array) and _compat.are_concrete([key, count])
     return known and key.shape == () and int(count) == 0
-
-
-def _is_key(value: Any) -> bool:
-    return jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def key_data_of(stream: Any) -> bytes:

@@ -251,13 +251,9 @@ class PendingInit:
         return isinstance(self.key_source, StaticKeys)
 
     def replace(self, **changes: Any) -> PendingInit:
-        """Return a copy with another ``dtype`` or ``label``."""
+        """Return a copy with another ``dtype``, ``label`` or ``element``."""
         fields = {"source": self.source, "element": self.element, "dtype": self.dtype, "label": self.label} | changes
         return PendingInit(keys=self.key_source, turns=self.turns, **fields)
-
-    def of_shape(self, element: PartialShape | None) -> PendingInit:
-        """Return a copy with another shape of one model's value."""
-        return PendingInit(self.source, element, self.dtype, self.label, self.turns, keys=self.key_source)
 
     def make(self, shape: Shape) -> Any:
         """Return the initial value for ``shape``, in its dtype; each model's as it would be on its own."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,13 +63,9 @@ class Stacking:
         counted = own == (rank if self.exact else 2 * _ENDS) and len(found) == len(sizes)
         if counted and found == sorted({*found}) and all(0 <= i < rank + len(sizes) for i in found):
             return tuple(found)
-        problem = Problem(
-            "a stack of lazy layers",
-            f"a value of {rank} axes in each, and axes of the stack that can't be told from those",
-            "a stack of one layer at least, along an axis near an end",
-            "nnx.vmap(make, out_axes=0)",
-        )
-        raise ShapeInferenceError(problem)
+        got = f"a value of {rank} axes in each, and axes of the stack that can't be told from those"
+        needed = "a stack of one layer at least, along an axis near an end"
+        raise ShapeInferenceError(Problem("a stack of lazy layers", got, needed, "nnx.vmap(make, out_axes=0)"))
 
     def at_rank(self, rank: int | None) -> Stacking:
         """Describe the same stack of values of which one model's has that rank."""
@@ -155,12 +151,3 @@ def _same(candidate: Stacking, stacking: Stacking) -> bool:
         return candidate.sizes == stacking.sizes and candidate.marks == stacking.marks
     rank = len(stacking.marks) - len(stacking.sizes)
     return candidate.axes(rank) == stacking.axes(rank)
-
-
-NOT_STACKED = Stackings({})
-
-
-def stackings_of(placeholders: Iterable[tuple[Any, Any]]) -> Stackings:
-    """Return the stackings of a layer from the paths and pending inits of its placeholders."""
-    known = {path: pending.stacking for path, pending in placeholders}
-    return Stackings(known) if any(s.sizes for s in known.values()) else NOT_STACKED

@@ -28,8 +28,7 @@ from lazymods._errors import ConfigurationError, Problem, describe, short_dtype
 from lazymods._graph import dotted
 from lazymods._initial.stacking import Shape
 from lazymods._layer.arguments import as_call
-from lazymods._layer.counters import moved
-from lazymods._layer.recorded import RecordedInit, RecordedStream, fold_p, init_p, is_initializer
+from lazymods._layer.recorded import RecordedInit, RecordedStream, draws_of, fold_p, init_p, is_initializer
 from lazymods._objects.within import RUNNING, holds_tracer
 
 Path = tuple[Any, ...]
@@ -76,10 +75,6 @@ class Slot:
         An initializer may return another dtype than it is asked for, and an explicit layer then holds what it returns.
         """
         return value if dtype is None or dtype in (self.dtype, value.dtype) else value.astype(dtype)
-
-    def of_shape(self, shape: Shape) -> Slot:
-        """Describe the same at another shape."""
-        return dataclasses.replace(self, shape=shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,7 +300,8 @@ def trace(
             call = {**plain, **values, **prepared}
             known = {id(v): k for k, v in prepared.items()}
             if rngs_name is not None:
-                call[rngs_name] = rngs = _make_rngs(mirrors)
+                bare = list(mirrors) == [""]  # a stream was given
+                call[rngs_name] = rngs = mirrors[""] if bare else _compat.new_object(nnx.Rngs, mirrors, {})
                 known |= {id(rngs): "rngs"}
                 for name, stream in mirrors.items():
                     known |= {id(stream): f"rngs.{name}"}
@@ -320,47 +316,15 @@ def trace(
 
     avals = [aval for key, count, _ in streams.values() for aval in (key, count)]
     program = jax.make_jaxpr(build)(*avals)
-    draws = _draws(cls.__name__, program.jaxpr, list(streams), [start for _, _, start in found])
+    draws = draws_of(cls.__name__, program.jaxpr, list(streams), [start for _, _, start in found])
     triples = zip(found, draws, readings, strict=True)
     return [AbstractModule(node, slots, program, drawn, values) for (node, slots, _), drawn, (values, _) in triples]
-
-
-def _draws(name: str, jaxpr: Any, streams: Sequence[str], starts: Sequence[int]) -> list[dict[str, int]]:
-    """Return how often each run of a constructor draws from each stream, by where its key and counter end up.
-
-    Args:
-        name: The class.
-        jaxpr: The program.
-        streams: The names of the streams.
-        starts: For each run, which of the outputs is the key of the first stream; its counter comes next.
-
-    Raises:
-        ConfigurationError: If a constructor does anything else to a stream.
-    """
-    count = 2 * len(streams)
-    more = moved(jaxpr, [(jaxpr.invars[i], jaxpr.outvars[start + i]) for start in starts for i in range(count)])
-    runs = [more[i : i + count] for i in range(0, len(more), count)] if count else [[] for _ in starts]
-    for key, drawn in [pair for run in runs for pair in zip(run[::2], run[1::2], strict=True)]:
-        if key != 0 or drawn is None or drawn < 0:
-            got = "a constructor that sets the key or the counter of its rngs"
-            needed = "keys that it draws: what comes after it goes on with the stream from there"
-            write = "rngs = nnx.clone(rngs)  # in the constructor, before they are set"
-            raise ConfigurationError(Problem(name, got, needed, write))
-    return [dict(zip(streams, [n or 0 for n in run[1::2]], strict=True)) for run in runs]
-
-
-def _make_rngs(mirrors: Mapping[str, RecordedStream]) -> nnx.Rngs | RecordedStream:
-    if list(mirrors) == [""]:  # a bare stream was given
-        return mirrors[""]
-    return _compat.new_object(nnx.Rngs, mirrors, {})
 
 
 class _Reader:
     """Turns a constructed object into descriptions, one description for an object however often it is met."""
 
-    def __init__(
-        self, name: str, given: Mapping[int, str], values: list[Any], originals: Mapping[int, Any]
-    ) -> None:
+    def __init__(self, name: str, given: Mapping[int, str], values: list[Any], originals: Mapping[int, Any]) -> None:
         self.name, self.given, self.originals = name, given, originals
         self.values = values  # those of the slots are appended
         self.slots: dict[Path, Slot] = {}
@@ -411,15 +375,11 @@ class _Reader:
             ConfigurationError: If it holds an array or a layer of the constructor's.
         """
         if holds_tracer(value, RUNNING, self.given):
-            raise ConfigurationError(
-                Problem(
-                    f"{self.name}.{dotted(path)}",
-                    f"{kind} that holds arrays or layers which the constructor has made",
-                    "those in attributes, in a list, dict or tuple, or in Variables, one array in each: what lm.lazy "
-                    "finds there it can size",
-                    "self.layer = layer  # what is made of it: in __call__; or a class by hand, of lm.LazyModuleMixin",
-                )
-            )
+            got = f"{kind} that holds arrays or layers which the constructor has made"
+            needed = "those in attributes, in a list, dict or tuple, or in Variables, one array in each: what lm.lazy "
+            needed += "finds there it can size"
+            write = "self.layer = layer  # what is made of it: in __call__; or a class by hand, of lm.LazyModuleMixin"
+            raise ConfigurationError(Problem(f"{self.name}.{dotted(path)}", got, needed, write))
 
     def _metadata(self, variable: nnx.Variable[Any]) -> dict[str, Any]:
         metadata = variable.get_metadata()
@@ -454,5 +414,5 @@ _OF_CLASSES = (_graph.MAPPING, _graph.SEQUENCE, _graph.PYTREE)  # named tuples, 
 
 
 def _holds_data(value: Any) -> bool:
-    leaves = jax.tree.leaves(value, is_leaf=lambda v: isinstance(v, (nnx.Variable, nnx.Pytree)))
-    return any(isinstance(v, (nnx.Variable, nnx.Pytree, Tracer)) for v in leaves)
+    leaves = jax.tree.leaves(value, is_leaf=_graph.is_object)
+    return any(_graph.is_object(v) or isinstance(v, Tracer) for v in leaves)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from jax.core import Tracer
 
 
 class UnhashableError(Exception):
@@ -261,7 +262,7 @@ def common_multiple(arguments: Mapping[str, Any]) -> int:
 
 def as_size(value: Any) -> int | None:
     """Return a positive int, or None if ``value`` is no size."""
-    if isinstance(value, (bool, np.bool_)):
+    if isinstance(value, (bool, np.bool_, Tracer)):  # a lazy tensor would tell its value
         return None
     try:
         return operator.index(value)

@@ -1,6 +1,6 @@
 """Blocks of one structure as one: the objects of a single block, whose Variables hold the values of all of them.
 
-:func:`join` makes that one of several blocks, :func:`part_of` a block of it again, and :func:`become` writes what
+:func:`join` makes that one of several blocks, :func:`parts_of` the blocks again, and :func:`become` writes what
 became of blocks into the one that is there. The values of all blocks lie along a new first axis. What all blocks
 share, as rngs that each of them keeps, stays one and without that axis.
 """

@@ -118,20 +118,8 @@ class LayerConfig:
             check_pickles(argument, value, lambda: self.name, needed, write)
         streams = tuple((n, str(jax.random.key_impl(example_key(d))), tag) for n, d, tag in self.streams)
         names = tuple(self.config)  # in their order, which is part of the key
-        return _restore, (
-            self.name,
-            self.cls,
-            given,
-            names,
-            self.unknown,
-            self.options,
-            streams,
-            self.rngs_name,
-            self.modules,
-            self.guesses,
-            self.scales,
-            self.left_out,
-        )
+        rest = (self.rngs_name, self.modules, self.guesses, self.scales, self.left_out)
+        return _restore, (self.name, self.cls, given, names, self.unknown, self.options, streams, *rest)
 
     def keep(self) -> None:
         """Keep the arguments as they are now, whatever becomes of them: the constructor is read again for the sizes."""
@@ -155,17 +143,7 @@ class LayerConfig:
     @functools.cached_property
     def size_names(self) -> tuple[str, ...]:
         """Names of the unknown sizes: ``in_features``, ``kernel_shape[0]``."""
-        return tuple(name for name, value in self._leaves(self.unknown) if value is None)
-
-    @staticmethod
-    def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        for argument, value in tree.items():
-            for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda v: v is None):
-                yield argument + jax.tree_util.keystr(path), leaf
-
-    def sizes_of(self, values: Mapping[str, Any]) -> Sizes:
-        """Return the sizes by name from the inferred arguments."""
-        return dict(self._leaves(values))
+        return tuple([name for name, value in _named_leaves(self.unknown) if value is None])
 
     def values(self, sizes: Sizes) -> dict[str, Any]:
         """Return the inferred arguments for given sizes."""
@@ -328,6 +306,13 @@ class LayerConfig:
         return sizes, conflicts
 
 
+def _named_leaves(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Find the sizes in arguments by their names, ``kernel_shape[0]``."""
+    for argument, value in arguments.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=lambda v: v is None):
+            yield argument + jax.tree_util.keystr(path), leaf
+
+
 def _stand_ins(modules: Mapping[str, Any], probe: int) -> dict[str, Any]:
     """Copy modules with every placeholder filled at a probe size (inside a trace: nothing is allocated)."""
     out = {}
@@ -345,7 +330,7 @@ def _stand_ins(modules: Mapping[str, Any], probe: int) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _cached_abstract(spec: LayerConfig, key: Any, context: Any, values: Ignored) -> AbstractModule:
-    made = None if spec.scales is None else spec.formulas.at(spec.sizes_of(values.value), values.value)
+    made = None if spec.scales is None else spec.formulas.at(dict(_named_leaves(values.value)), values.value)
     return made or spec.trace([(values.value, None)], {})[0]
 
 
@@ -397,14 +382,8 @@ class ConstructorInit:
             UninitializedError: If they follow from a module that the layer was given.
         """
         if self.spec.modules:
-            raise UninitializedError(
-                Problem(
-                    f"{dotted(self.path)} of {self.spec.name}",
-                    "a parameter that depends on a wrapped module",
-                    "the wrapped module's sizes",
-                    SIZE_LINE,
-                )
-            )
+            got, needed = "a parameter that depends on a wrapped module", "the wrapped module's sizes"
+            raise UninitializedError(Problem(f"{dotted(self.path)} of {self.spec.name}", got, needed, SIZE_LINE))
         sizes = self._sizes(shape)
         rest = {n: common_multiple(self.spec.arguments) * PRIMES[i] for i, n in enumerate(self.spec.size_names)}
         abstract = self.spec.abstract(self.spec.values(rest | sizes), {})

@@ -34,11 +34,10 @@ from lazymods._initial.keys import is_key
 from lazymods._layer import contexts, first_call, sizing, wrong_arguments
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.arguments import Ignored, UnhashableError, constructor_parameters, exact, freeze, variadic
-from lazymods._layer.building import LayerBuilder, LazyState
-from lazymods._layer.class_spec import Infer, LazyClassSpec
+from lazymods._layer.building import LayerBuilder, LazyState, placeholder_shapes
 from lazymods._layer.config import REFUSALS, LayerConfig, context
-from lazymods._layer.defaults import placeholder_shapes
 from lazymods._layer.mixin import LazyModuleMixin
+from lazymods._layer.sizing import Infer, LazyClassSpec
 from lazymods._refusals import refuse_class, wrong_argument
 
 
@@ -113,7 +112,8 @@ def lazy(cls: type[M], *, infer: Infer) -> LazyClass[M]:
 def make(plan: LazyClassSpec, *, name: str, module: str, doc: str | None = None) -> Any:
     """Make the lazy class of a plan (the built-in layers are made with this)."""
     signature, rngs_name = _signature(plan)
-    twin = _Twin(plan, signature, rngs_name)
+    default_rngs = signature.parameters[rngs_name].default if rngs_name else None
+    twin = _Twin(plan, signature, rngs_name, default_rngs)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         try:
@@ -203,16 +203,12 @@ def _signature(plan: LazyClassSpec) -> tuple[inspect.Signature, str | None]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Twin:
-    """A lazy class: its plan, its constructor's signature, and which argument takes the rngs."""
+    """A lazy class: its plan, its constructor's signature, which argument takes the rngs, and that one's default."""
 
     plan: LazyClassSpec
     signature: inspect.Signature
     rngs_name: str | None
-
-    @functools.cached_property
-    def default_rngs(self) -> Any:
-        """The rngs of a layer that was given none."""
-        return self.signature.parameters[self.rngs_name].default if self.rngs_name else None
+    default_rngs: Any
 
     @functools.cached_property
     def remembers(self) -> bool:

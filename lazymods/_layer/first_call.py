@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._errors import (
@@ -138,22 +137,13 @@ def tell(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exce
     """
     if isinstance(error, LazyError):
         return
-    if refuses_input(layer, error):
-        raise forward_error(layer, args, kwargs, error) from error
+    if refuses_input(layer, error):  # the reason is Flax's own
+        where, got = _graph.place(layer, type(layer).__name__), describe_call(args, dict(kwargs))
+        needed = f"an input that the layer takes; Flax says: {one_line(error)}"
+        write = "layer(x)  # with another input: the layer is as lazy as before"
+        raise ShapeInferenceError(Problem(where, got, needed, write)) from error
     if not any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
         error.add_note(_NOTE + _graph.place(layer, type(layer).__name__))
-
-
-def forward_error(layer: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> ShapeInferenceError:
-    """Say which layer refused which input; the reason is Flax's own."""
-    return ShapeInferenceError(
-        Problem(
-            where=_graph.place(layer, type(layer).__name__),
-            got=describe_call(args, dict(kwargs)),
-            needed=f"an input that the layer takes; Flax says: {one_line(error)}",
-            write="layer(x)  # with another input: the layer is as lazy as before",
-        )
-    )
 
 
 # ---------------------------------------------------------------- initializing
@@ -183,7 +173,11 @@ def run_initialize_parameters(layer: Any, args: tuple[Any, ...], kwargs: dict[st
         LOCAL.initializing -= 1
     left = [e.name for e in empty_slots(layer)]
     if left:
-        raise UninitializedError(_left_empty(layer, left))
+        where = _graph.place(layer, type(layer).__name__)
+        got = f"initialize_parameters left {', '.join(left)} uninitialized"
+        needed = "every parameter of the layer materialized by its initialize_parameters"
+        write = "\n          ".join(f"self.{name}.materialize(shape)" for name in left)
+        raise UninitializedError(Problem(where, got, needed, write))
     spec = vars(layer)[STATE].spec
     if spec is None or isinstance(made, AbstractModule):
         return made if spec is not None else None
@@ -203,15 +197,6 @@ def finish(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, keep_cl
         lifecycle.settle(layer, abstract, keep_class=keep_class)
 
 
-def _left_empty(layer: Any, left: list[str]) -> Problem:
-    return Problem(
-        where=_graph.place(layer, type(layer).__name__),
-        got=f"initialize_parameters left {', '.join(left)} uninitialized",
-        needed="every parameter of the layer materialized by its initialize_parameters",
-        write="\n          ".join(f"self.{name}.materialize(shape)" for name in left),
-    )
-
-
 def as_specs(tree: Any) -> Any:
     """Replace every array of a pytree by its shape and dtype; modules and everything else stay."""
     if type(tree) is tuple:  # arguments: what a tree of JAX's own costs more than the rest of a small call
@@ -221,7 +206,7 @@ def as_specs(tree: Any) -> Any:
     spec = _as_spec(tree)
     if spec is not tree:
         return spec
-    return jax.tree.map(_as_spec, tree, is_leaf=lambda x: isinstance(x, (nnx.Pytree, nnx.Variable)))
+    return jax.tree.map(_as_spec, tree, is_leaf=_graph.is_object)
 
 
 def _as_spec(x: Any) -> Any:

@@ -106,7 +106,7 @@ class ShapeFormulas:
             shape = [axis.length(sizes) for axis in axes]
             if not _are_lengths(shape):
                 return None  # the constructor says what is wrong
-            slots[path] = self.abstract.slots[path].of_shape(tuple(map(int, shape)))
+            slots[path] = dataclasses.replace(self.abstract.slots[path], shape=tuple(map(int, shape)))
         statics = {path: Static(numbers.at(sizes)) for path, numbers in self.statics.items()}
         if any(static.value is None for static in statics.values()):
             return None
@@ -275,7 +275,8 @@ def _alike(a: AbstractModule, b: AbstractModule) -> bool:
     """Whether two readings are of one structure, and every slot of one source but for its shape."""
     if a.slots.keys() != b.slots.keys() or a.draws != b.draws or not same_structure(a.root, b.root):
         return False
-    return all(_same_source(a, slot, b, b.slots[path]) for path, slot in a.slots.items())
+    pairs = ((a.source_of(slot), b.source_of(b.slots[path])) for path, slot in a.slots.items())
+    return all(x and y and _same_equation(x, y, a.producers, but="shape") for x, y in pairs)
 
 
 def same_structure(a: Any, b: Any) -> bool:
@@ -291,11 +292,6 @@ def same_structure(a: Any, b: Any) -> bool:
     if isinstance(a, Slot):
         return a.cls is b.cls and a.dtype == b.dtype and same_static(a.metadata, b.metadata)
     return a == b if isinstance(a, Given) else True
-
-
-def _same_source(a: AbstractModule, slot: Slot, b: AbstractModule, other: Slot) -> bool:
-    x, y = a.source_of(slot), b.source_of(other)
-    return x is not None and y is not None and _same_equation(x, y, a.producers, but="shape")
 
 
 def _same_value(x: Any, y: Any, producers: Mapping[Any, Any]) -> bool:

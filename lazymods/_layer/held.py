@@ -11,7 +11,7 @@ from flax import nnx
 from lazymods import _graph
 from lazymods._errors import Problem, ShapeInferenceError, located
 from lazymods._graph import STATE, Path, dotted
-from lazymods._initial.stacking import NOT_STACKED, Stackings, stackings_of
+from lazymods._initial.stacking import Stackings
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.config import ConstructorInit
 from lazymods._layer.placeholder import UninitializedVariable, fits, show_shape
@@ -33,8 +33,8 @@ def stackings_held(held: Mapping[Path, tuple[Any, Any, Any]]) -> Stackings:
 
 
 def _stackings_of(values: Iterable[tuple[Path, Any]]) -> Stackings:
-    pendings = [(path, value.pending) for path, value in values if _graph.is_placeholder(value)]
-    return NOT_STACKED if all([pending.is_static for _, pending in pendings]) else stackings_of(pendings)
+    known = {path: value.pending.stacking for path, value in values if _graph.is_placeholder(value)}
+    return Stackings(known if any([stacking.sizes for stacking in known.values()]) else {})
 
 
 def check_held(
@@ -65,14 +65,9 @@ def check_held(
             shape = shape_of(value)
             wrong, got = stacked.part(path, shape, len(slot.shape)) != slot.shape, f"a value of shape {shape}"
         if wrong:
-            problems.append(
-                Problem(
-                    _slot_place(layer, path, value),
-                    got,
-                    f"shape {slot.shape}, by the sizes inferred",
-                    f"layer(x)  # with an input whose sizes give {dotted(path)} that shape",
-                )
-            )
+            needed = f"shape {slot.shape}, by the sizes inferred"
+            write = f"layer(x)  # with an input whose sizes give {dotted(path)} that shape"
+            problems.append(Problem(_slot_place(layer, path, value), got, needed, write))
     if problems:
         raise ShapeInferenceError(*problems)
 

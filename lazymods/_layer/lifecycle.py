@@ -15,7 +15,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +36,11 @@ from lazymods._layer.drawing import note_draws
 from lazymods._layer.formulas import ShapeFormulas
 from lazymods._layer.held import check_held, shape_of, stackings
 from lazymods._layer.merging import has_other_metadata, merge, put, renew_metadata
-from lazymods._layer.pending_values import PendingValues
 from lazymods._layer.placeholder import UninitializedArray, UninitializedVariable
 from lazymods._layer.structure import BuiltWith, conform, has_other_slots, renew_random_state
+
+if TYPE_CHECKING:
+    from lazymods._layer.pending_values import PendingValues
 
 TRANSIENT = (nnx.Cache, nnx.Intermediate)  # no state dict holds them: a loaded layer starts with new ones
 LOCK = threading.RLock()  # one initialization at a time, in whatever thread
@@ -119,9 +121,10 @@ def fill(layer: Any, values: Mapping[str, Any], *, traced_zeros: bool = False) -
     renew_metadata_of(layer, abstract)
     empty = {p: v for p, (_, _, v) in held.items() if isinstance(v, UninitializedVariable)}
     if not traced_zeros:
-        for turns in {id(v.pending.turns): v.pending.turns for v in empty.values()}.values():
-            draws.use(turns)
-    level = _compat.home_trace(layer) if traced_zeros else level_of(layer, empty.values())
+        for variable in empty.values():
+            draws.use(variable.pending.turns)
+    is_concrete = _compat.are_concrete(k for v in empty.values() for k in v.pending.leaves)
+    level = _compat.eval_trace() if is_concrete and not traced_zeros else _compat.home_trace(layer)
     with _compat.at_trace(level):
         if traced_zeros:
             arrays = {p: _zeros(whole(abstract, p, v), v, abstract.slots[p]) for p, v in empty.items()}
@@ -156,32 +159,22 @@ def whole(abstract: AbstractModule, path: Path, variable: UninitializedVariable)
     return variable.pending.stacking.whole(abstract.slots[path].shape)
 
 
-def level_of(layer: Any, placeholders: Any) -> Any:
-    """Return the trace in which a layer's values are made."""
-    if _compat.are_concrete(k for p in placeholders for k in p.pending.leaves):
-        return _compat.eval_trace()
-    return _compat.home_trace(layer)
-
-
 def _compute(spec: LayerConfig, abstract: AbstractModule, empty: Mapping[Path, Any]) -> dict[Path, Any]:
     """Run the abstract module for the layer's own placeholders; those tied in from elsewhere know their own way."""
     own = _own(spec, empty)
     arrays = {p: v.pending.make(whole(abstract, p, v)) for p, v in empty.items() if p not in own}
     arrays |= _taken(abstract, own)
     waiting = {p: v for p, v in own.items() if p not in arrays}
-    placed = any(placement.place_of(v) is not None for v in waiting.values())
-    arrays |= PendingValues([(abstract, waiting)], placed=placed).run()[0]
-    groups: list[tuple[Any, list[Path]]] = []
+    if waiting and _compat.current_trace() is _compat.eval_trace():
+        from lazymods._layer.pending_values import PendingValues  # on first use: a model that is loaded never draws
+
+        placed = any(placement.place_of(v) is not None for v in waiting.values())
+        arrays |= PendingValues([(abstract, waiting)], placed=placed).run()[0]
+    groups: dict[int, list[Path]] = {}  # by the identity of their keys
     for path, variable in own.items():
-        if path in arrays:
-            continue
-        for keys, paths in groups:
-            if keys is variable.pending.key_source:
-                paths.append(path)
-                break
-        else:
-            groups.append((variable.pending.key_source, [path]))
-    for _, paths in groups:
+        if path not in arrays:
+            groups.setdefault(id(variable.pending.key_source), []).append(path)
+    for paths in groups.values():
         slots = [abstract.slots[p] for p in paths]
         made = empty[paths[0]].pending.stacked(functools.partial(abstract.run, slots))
         for path, array in zip(paths, made, strict=True):
@@ -211,9 +204,7 @@ class _Local(threading.local):
 _LOCAL = _Local()
 
 
-def plan(
-    layers: Sequence[tuple[Any, Mapping[str, Any] | None]], calling: bool, placed: bool = False
-) -> PendingValues:
+def plan(layers: Sequence[tuple[Any, Mapping[str, Any] | None]], calling: bool, placed: bool = False) -> PendingValues:
     """Plan the values of many layers together.
 
     Args:
@@ -221,6 +212,8 @@ def plan(
         calling: Whether initializers of users may be called.
         placed: Whether the values have places on a mesh.
     """
+    from lazymods._layer.pending_values import PendingValues
+
     found = [_readable(layer, values) for layer, values in layers if values is not None]
     with _compat.at_trace(_compat.eval_trace()):
         return PendingValues([f for f in found if f is not None], calling, placed)
@@ -257,22 +250,19 @@ def _readable(layer: Any, values: Mapping[str, Any]) -> tuple[AbstractModule, di
 
 def _taken(abstract: AbstractModule, own: Mapping[Path, Any]) -> dict[Path, Any]:
     """Take what was computed in advance, if it is still what is wanted."""
-    waiting = _LOCAL.prepared if _compat.executing() else None
+    waiting = (_LOCAL.prepared or {}) if _compat.executing() else {}
     found = {}
-    for path, variable in own.items() if waiting else ():
-        made = waiting.pop(id(variable), None) if waiting else None
-        if made is not None and made[0] is variable and made[1] is variable.pending:
-            if made[2].shape == whole(abstract, path, variable):
-                found[path] = made[2]
+    for path, variable in own.items():
+        placeholder, pending, value = waiting.pop(id(variable), (None, None, None))
+        if placeholder is variable and pending is variable.pending and value.shape == whole(abstract, path, variable):
+            found[path] = value
     return found
 
 
 # ---------------------------------------------------------------- settling
 
 
-def settle(
-    layer: Any, abstract: AbstractModule | None, *, keep_class: bool = False, strict: bool = True
-) -> None:
+def settle(layer: Any, abstract: AbstractModule | None, *, keep_class: bool = False, strict: bool = True) -> None:
     """Remove what made a layer lazy, and let it become its class.
 
     Attributes are merged three ways: what the user changed since construction stays, everything else gets the

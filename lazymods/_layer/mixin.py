@@ -17,6 +17,7 @@ from lazymods import _compat, _graph
 from lazymods._errors import PendingAttributeError, Problem
 from lazymods._graph import STATE
 from lazymods._layer import first_call, lifecycle
+from lazymods._layer.asked import SIZE_LINE
 from lazymods._layer.building import LazyState
 
 
@@ -115,14 +116,9 @@ class LazyModuleMixin(nnx.Module):  # a Module, so that the layout is that of th
             if state is not None and state.spec is not None and not name.startswith("__"):
                 pending = state.spec.formulas.pending if not state.spec.modules else ()
                 if (name,) in pending:
-                    raise PendingAttributeError(
-                        Problem(
-                            _graph.place(self, type(self).__name__),
-                            f"a use of .{name}",
-                            "its sizes, which are not known yet",
-                            "lm.materialize(model, jax.ShapeDtypeStruct(x.shape, x.dtype))  # or model(x), first",
-                        )
-                    )
+                    got, needed = f"a use of .{name}", "its sizes, which are not known yet"
+                    where = _graph.place(self, type(self).__name__)
+                    raise PendingAttributeError(Problem(where, got, needed, SIZE_LINE))
             own = getattr(super(), "__getattr__", None)  # the class's own
             if own is not None:
                 return own(name)

@@ -206,39 +206,24 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         except ValueError as error:
             if isinstance(error, LazyError):
                 raise
-            raise ShapeInferenceError(
-                Problem(
-                    self.whereabouts(),
-                    f"shape {shape}",
-                    f"sizes that its layer takes; it says: {one_line(error)}",
-                    "parameter.materialize(shape)  # with other sizes",
-                )
-            ) from error
+            got, needed = f"shape {shape}", f"sizes that its layer takes; it says: {one_line(error)}"
+            write = "parameter.materialize(shape)  # with other sizes"
+            raise ShapeInferenceError(Problem(self.whereabouts(), got, needed, write)) from error
         except TypeError as error:
             if self.pending.leaves or not isinstance(self.pending.source, InitSource):
                 raise
-            raise UninitializedError(
-                Problem(
-                    self.whereabouts(),
-                    "no key",
-                    f"its initializer draws random numbers ({error})",
-                    f"{type(self).__name__}(..., init=init, key=rngs.params())",
-                )
-            ) from error
+            got, needed = "no key", f"its initializer draws random numbers ({error})"
+            write = f"{type(self).__name__}(..., init=init, key=rngs.params())"
+            raise UninitializedError(Problem(self.whereabouts(), got, needed, write)) from error
 
     def _given_value(self, shape: Shape, value: Any) -> Any:
         array = strongly_typed(jnp.asarray(value, self.pending.dtype))
         if _compat.is_tracer(array):
             super().set_raw_value(self.pending)  # refused by Flax where another trace would leave its value behind
         if array.shape != shape:
-            raise ShapeInferenceError(
-                Problem(
-                    self.whereabouts(),
-                    f"a value {describe(array)}",
-                    f"shape {shape}, as asked for",
-                    "parameter.materialize(value.shape, value)",
-                )
-            )
+            got, needed = f"a value {describe(array)}", f"shape {shape}, as asked for"
+            write = "parameter.materialize(value.shape, value)"
+            raise ShapeInferenceError(Problem(self.whereabouts(), got, needed, write))
         return array
 
     def become(self, value: Any) -> None:
@@ -261,14 +246,10 @@ class UninitializedVariable(nnx.Variable[Any], metaclass=_PlaceholderType):
         try:
             twin = nnx.Variable(value, **{k: metadata[k] for k in names if k in metadata})
         except ValueError as error:
-            raise LazyError(
-                Problem(
-                    self.whereabouts(),
-                    f"out_sharding={metadata['out_sharding']!r}",
-                    f"a mesh to shard it over; Flax says: {one_line(error)}",
-                    "with jax.set_mesh(mesh): lm.materialize(model, x)",
-                )
-            ) from error
+            got = f"out_sharding={metadata['out_sharding']!r}"
+            needed = f"a mesh to shard it over; Flax says: {one_line(error)}"
+            write = "with jax.set_mesh(mesh): lm.materialize(model, x)"
+            raise LazyError(Problem(self.whereabouts(), got, needed, write)) from error
         return twin.get_raw_value()
 
     def set_raw_value(self, value: Any, **kwargs: Any) -> None:

@@ -2,12 +2,13 @@
 
 A draw from a stream is one equation of the program that is traced, ``lazy_fold``; a call of an initializer another,
 ``lazy_init``. Both are recorded only where the constructor itself asks. In a transform of its own, and from copies that
-transforms make, streams and initializers do what they always do.
+transforms make, streams and initializers do what they always do. :func:`draws_of` tells from the program how often was
+drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from lazymods import _compat
+from lazymods._errors import ConfigurationError, Problem
 from lazymods._initial.keys import is_key
 
 init_p = Primitive("lazy_init")
@@ -97,3 +99,87 @@ def is_initializer(name: str, value: Any) -> bool:
     traced as it is.
     """
     return "init" in name and callable(value) and not isinstance(value, type) and not hasattr(value, "__wrapped__")
+
+
+# ---------------------------------------------------------------- how often a constructor has drawn
+
+# Each draw adds one to the counter of a stream. The constructor may draw by copies of the stream that have its counter,
+# and in transforms of its own: nnx.jit, nnx.remat, a loop, a branch. So it is not counted who draws, but followed where
+# the last value of the counter comes from.
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_jvp_call")
+_SAME = ("copy", "copy_p", "stop_gradient", "convert_element_type", "optimization_barrier")
+
+_Origin = tuple[int, int]  # which input a value comes from, and by how much it is more
+
+
+def draws_of(name: str, jaxpr: Any, streams: Sequence[str], starts: Sequence[int]) -> list[dict[str, int]]:
+    """Return how often each run of a constructor draws from each stream, by where its key and counter end up.
+
+    Args:
+        name: The class.
+        jaxpr: The program, whose first inputs are the key and the counter of each stream.
+        streams: The names of the streams.
+        starts: For each run, which of the outputs is the key of the first stream; its counter comes next.
+
+    Raises:
+        ConfigurationError: If a constructor does anything else to a stream.
+    """
+    producers = _producers(jaxpr)
+    runs = []
+    for start in starts:
+        drawn: dict[str, int] = {}
+        for i, stream in enumerate(streams):
+            key, count = (_origin(jaxpr.outvars[start + n], jaxpr, producers) for n in (2 * i, 2 * i + 1))
+            if key != (2 * i, 0) or count is None or count[0] != 2 * i + 1 or count[1] < 0:
+                got = "a constructor that sets the key or the counter of its rngs"
+                needed = "keys that it draws: what comes after it goes on with the stream from there"
+                write = "rngs = nnx.clone(rngs)  # in the constructor, before they are set"
+                raise ConfigurationError(Problem(name, got, needed, write))
+            drawn[stream] = count[1]
+        runs.append(drawn)
+    return runs
+
+
+def _producers(jaxpr: Any) -> dict[Any, Any]:
+    return {v: equation for equation in jaxpr.eqns for v in equation.outvars}
+
+
+def _origin(variable: Any, jaxpr: Any, producers: Mapping[Any, Any]) -> _Origin | None:
+    """Return the input of a program that a value is, but for a number that is added."""
+    more = 0
+    while not hasattr(variable, "val") and variable in producers:
+        equation = producers[variable]
+        step = _step(equation, equation.outvars.index(variable))
+        if step is None:
+            return None
+        variable, more = equation.invars[step[0]], more + step[1]
+    return (jaxpr.invars.index(variable), more) if not hasattr(variable, "val") and variable in jaxpr.invars else None
+
+
+def _step(equation: Any, output: int) -> _Origin | None:
+    """Return the input of an equation that one of its outputs is, but for a number that is added."""
+    name, params, inputs = equation.primitive.name, equation.params, equation.invars
+    if name in _SAME:
+        return output, 0
+    if name in ("add", "sub") and hasattr(inputs[1], "val"):
+        return 0, int(inputs[1].val) * (1 if name == "add" else -1)
+    if name == "add" and hasattr(inputs[0], "val"):
+        return 1, int(inputs[0].val)
+    if name in _CALLS:
+        inner = next(params[k] for k in ("jaxpr", "call_jaxpr") if k in params)
+        return _inside(inner, output, len(inputs))
+    if name == "cond":  # its first input says which branch
+        found = {_inside(branch, output, len(inputs) - 1) for branch in params["branches"]}
+        origin = found.pop()
+        return None if found or origin is None else (origin[0] + 1, origin[1])
+    if name == "scan" and output < params["num_carry"]:
+        origin = _inside(params["jaxpr"], output, len(inputs))
+        carried = origin is not None and origin[0] == params["num_consts"] + output
+        return (origin[0], origin[1] * params["length"]) if origin is not None and carried else None
+    return None
+
+
+def _inside(program: Any, output: int, count: int) -> _Origin | None:
+    jaxpr = getattr(program, "jaxpr", program)
+    return _origin(jaxpr.outvars[output], jaxpr, _producers(jaxpr)) if len(jaxpr.invars) == count else None

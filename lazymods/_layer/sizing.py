@@ -1,14 +1,14 @@
-"""From the arguments of a first call to the sizes of a layer: ``infer``, and what it may return."""
+"""What a lazy class was told, and from there the sizes of a layer: ``infer``, and what it may return."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 from jax import export
-from jax.core import Tracer
 
 from lazymods import _graph
 from lazymods._errors import LazyError, Problem, ShapeInferenceError, describe_call, one_line, relocate
@@ -16,8 +16,48 @@ from lazymods._graph import STATE
 from lazymods._layer import first_call, lifecycle
 from lazymods._layer.abstract_module import AbstractModule
 from lazymods._layer.arguments import as_size
-from lazymods._layer.class_spec import LazyClassSpec
 from lazymods._layer.config import REFUSALS, LayerConfig
+
+Infer = Callable[..., dict[str, Any]]
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyClassSpec:
+    """How a lazy class was asked for.
+
+    Attributes:
+        cls: The class it becomes.
+        infer: ``infer(config, *args, **kwargs)`` returns the missing constructor arguments.
+        inferred: Arguments that the signature leaves out; None leaves out nothing, and infers what is not given.
+        structure: From the bound arguments, what is unknown: ``{"kernel_shape": (2, None, 4)}``.
+        options: Arguments that the lazy class takes and the class does not, with their defaults.
+        prepare: Changes the bound arguments before they are used.
+        entries: Methods that may be called first; each turns its arguments into those of the forward.
+        wraps: The argument whose module is initialized first.
+        wrapped_call: From the arguments of the call, those with which the wrapped module is called.
+        materialize: ``materialize(model, *args)``, for a wrapped model that is no lazy layer itself.
+        optional: Required arguments that may be None in the lazy class, still by position.
+        scales: See :class:`lazymods._layer.config.LayerConfig`.
+    """
+
+    cls: type
+    infer: Infer
+    inferred: tuple[str, ...] | None = None
+    structure: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    entries: Mapping[str, Callable[..., Call]] = dataclasses.field(default_factory=dict)
+    wraps: str | None = None
+    wrapped_call: Callable[..., Call] = lambda *args, **kwargs: (args, kwargs)
+    materialize: Callable[..., Any] | None = None
+    optional: tuple[str, ...] = ()
+    scales: tuple[str, ...] | None = None
+
+    @property
+    def decides(self) -> bool:
+        """Whether the class may decide by its sizes: nobody has said what ``infer`` returns, as of any class."""
+        return self.inferred is None and self.structure is None
 
 
 def initialize_parameters(
@@ -32,14 +72,10 @@ def initialize_parameters(
         raise
     except REFUSALS as error:
         sizes = ", ".join(f"{k}={v}" for k, v in values.items())
-        raise ShapeInferenceError(
-            Problem(
-                _graph.place(layer, type(layer).__name__),
-                f"{describe_call(args, kwargs)}, so {sizes}",
-                f"sizes that {plan.cls.__name__} takes; it says: {one_line(error)}",
-                "layer(x)  # with an input of another width",
-            )
-        ) from error
+        got = f"{describe_call(args, kwargs)}, so {sizes}"
+        needed = f"sizes that {plan.cls.__name__} takes; it says: {one_line(error)}"
+        write = "layer(x)  # with an input of another width"
+        raise ShapeInferenceError(Problem(_graph.place(layer, type(layer).__name__), got, needed, write)) from error
 
 
 def _initialize_wrapped(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,12 +137,12 @@ def infer_values(layer: Any, plan: LazyClassSpec, args: tuple[Any, ...], kwargs:
     if isinstance(values, Mapping):  # what the caller gave is not to be inferred
         given = {*spec.config, *spec.modules}.difference(spec.left_out, spec.unknown)
         values = {name: value for name, value in values.items() if name not in given}
-    problem = _wrong_values(spec, values) or _zero(values)
+    problem = _wrong_values(spec, values)
     if problem is not None:
         got, needed, write = problem
         where = _graph.place(layer, type(layer).__name__)
         raise ShapeInferenceError(Problem(where, f"{describe_call(args, kwargs)}: {got}", needed, write))
-    return {k: _plain(v) for k, v in values.items()}
+    return {k: jax.tree.map(as_size, v) for k, v in values.items()}
 
 
 class NotInferableError(Exception):
@@ -128,34 +164,20 @@ def _wrong_values(spec: LayerConfig, values: Any) -> tuple[str, str, str] | None
         return f"infer returned the arguments {sorted(map(str, values))}", needed, write
     for name, value in values.items():
         for leaf in jax.tree.leaves(value):  # None is for what takes it: cond_dim=None
-            if not _is_dimension(leaf):
-                return f"infer returned {name}={leaf!r}", needed, write
-            if as_size(leaf) is None:
+            size = as_size(leaf)
+            if size is None and export.is_symbolic_dim(leaf):
                 return (
                     f"{name}={leaf}, a symbolic size",
                     "a concrete feature axis: parameters need their sizes, only batch axes may be symbolic",
                     "layer(x)  # with an input whose feature axis is an int",
                 )
-    return None
-
-
-def _is_dimension(value: Any) -> bool:
-    if isinstance(value, Tracer):
-        return False
-    size = as_size(value)
-    return export.is_symbolic_dim(value) if size is None else size >= 0
-
-
-def _zero(values: Mapping[str, Any]) -> tuple[str, str, str] | None:
+            if size is None or size < 0:
+                return f"infer returned {name}={leaf!r}", needed, write
     zero = [k for k, v in values.items() if any(as_size(leaf) == 0 for leaf in jax.tree.leaves(v))]
-    if not zero:
-        return None
-    return (
-        ", ".join(f"{k}=0" for k in zero),
-        "at least one feature: an initializer divides by their number",
-        "layer(x)  # with an input whose feature axis is not empty",
-    )
-
-
-def _plain(value: Any) -> Any:
-    return jax.tree.map(as_size, value)
+    if zero:
+        return (
+            ", ".join(f"{k}=0" for k in zero),
+            "at least one feature: an initializer divides by their number",
+            "layer(x)  # with an input whose feature axis is not empty",
+        )
+    return None

@@ -55,7 +55,7 @@ def set_shapes(layer: Any, abstract: AbstractModule) -> None:
     for path, slot in abstract.slots.items():
         variable = _graph.at(layer, path)
         if _graph.is_placeholder(variable) and variable.pending.is_static:
-            variable.set_raw_value(variable.pending.of_shape(slot.shape))
+            variable.set_raw_value(variable.pending.replace(element=slot.shape))
 
 
 BuiltWith = tuple[Any, Stacking | None]  # the keys that a layer was built with, and how the values of its stack lie
@@ -112,9 +112,7 @@ def _same_state(now: Any, before: Any) -> bool:
 _OWN: Any = object()
 
 
-def _builder(
-    layer: Any, abstract: AbstractModule, turns: Any = _OWN, built: BuiltWith | None = None
-) -> ModuleBuilder:
+def _builder(layer: Any, abstract: AbstractModule, turns: Any = _OWN, built: BuiltWith | None = None) -> ModuleBuilder:
     """Return what makes the parts of a layer; without turns, from the keys that it was built with."""
     state = vars(layer)[STATE]
     keys, stacking = state.keys, None
@@ -180,10 +178,10 @@ def _conform(value: Any, description: Any, before: Any, path: Path, builder: Mod
         ConfigurationError: If it is what the layer was given and does not have.
     """
     replaceable = value is _graph.MISSING or _is_own(value, before)  # else it was given: by a load, or by hand
-    if replaceable and _is_given(description) and not _is_given(before):
+    alike = _are_alike(description, before)
+    if replaceable and isinstance(description, Given) and not alike:
         raise not_kept(builder.layer_builder.spec.name, path)
     met = id(description) in builder.made
-    alike = _are_alike(description, before)
     if not met and alike and isinstance(description, Node) and isinstance(value, nnx.Pytree):
         builder.made[id(description)] = value
         _conform_node(value, description, before, path, builder)
@@ -214,10 +212,6 @@ def _are_alike(description: Any, before: Any) -> bool:
     """Whether an attribute is of one kind at the sizes and at the probes' sizes: an object, of one class."""
     both = type(before) is type(description)
     return both and (not isinstance(description, (Node, Container)) or description.cls is before.cls)
-
-
-def _is_given(description: Any) -> bool:
-    return isinstance(description, Given)
 
 
 def _is_there(value: Any, description: Static) -> bool:

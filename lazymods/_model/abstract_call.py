@@ -37,8 +37,7 @@ from lazymods._initial.pending import InitSource, PendingInit
 from lazymods._layer import contexts, first_call, lifecycle, structure
 from lazymods._layer.asked import SIZE_LINE
 from lazymods._model import hooks
-from lazymods._model.call_arguments import CallArguments
-from lazymods._model.called import Called
+from lazymods._model.called import CallArguments, Called
 from lazymods._objects.copies import Copies
 from lazymods._objects.traced_state import TracedState
 from lazymods._refusals import refuse_no_model
@@ -219,14 +218,9 @@ class AbstractCall:
         except LazyError:
             raise
         except NOT_TRACEABLE as error:
-            raise ShapeInferenceError(
-                Problem(
-                    self._where(),
-                    "a forward that decides on the values of arrays",
-                    "shapes and dtypes alone: there are no values in an abstract run",
-                    "model(x), once",
-                )
-            ) from error
+            got = "a forward that decides on the values of arrays"
+            needed = "shapes and dtypes alone: there are no values in an abstract run"
+            raise ShapeInferenceError(Problem(self._where(), got, needed, "model(x), once")) from error
         except (ValueError, TypeError) as error:
             if not self.follows_calls:
                 raise  # what one of the layers refused was told at its call
@@ -293,14 +287,10 @@ class AbstractCall:
         index = vars(layer).get(INDEX)
         birth = _compat.birth_trace(layer)
         if index is None and birth is _compat.eval_trace():
-            raise UninitializedError(
-                Problem(
-                    _own_name(layer),
-                    "a lazy layer that is no part of the model, reached by its forward",
-                    "every lazy layer as an attribute of the model, so that it can be sized with it",
-                    "self.layer = layer  # in the model's __init__",
-                )
-            )
+            got = "a lazy layer that is no part of the model, reached by its forward"
+            needed = "every lazy layer as an attribute of the model, so that it can be sized with it"
+            write = "self.layer = layer  # in the model's __init__"
+            raise UninitializedError(Problem(_own_name(layer), got, needed, write))
         args, kwargs = first_call.as_specs((args, kwargs))
         if index is None:  # made during the run
             self._fill(layer, args, kwargs)
@@ -366,14 +356,10 @@ class AbstractCall:
         values = infer(layer, args, kwargs)
         if values != visit.values:
             first = describe_call(visit.args, visit.kwargs)
-            raise ShapeInferenceError(
-                Problem(
-                    _graph.place(layer, _own_name(layer)),
-                    f"{describe_call(args, kwargs)} ({_show(values)}) after {first} ({_show(visit.values)})",
-                    "the same sizes at every call: its parameters have one shape",
-                    "self.other = lm.LazyLinear(features, rngs=rngs)  # a layer of its own for each width",
-                )
-            )
+            got = f"{describe_call(args, kwargs)} ({_show(values)}) after {first} ({_show(visit.values)})"
+            needed = "the same sizes at every call: its parameters have one shape"
+            write = "self.other = lm.LazyLinear(features, rngs=rngs)  # a layer of its own for each width"
+            raise ShapeInferenceError(Problem(_graph.place(layer, _own_name(layer)), got, needed, write))
 
 
 def _common_end(a: Path, b: Path) -> int:

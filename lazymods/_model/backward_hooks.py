@@ -55,10 +55,6 @@ def run_with_hooks(module: nnx.Module, hooks: Sequence[Any], forward: Callable[.
 # ---------------------------------------------------------------- arguments and outputs
 
 
-def _is_opaque(value: Any) -> bool:
-    return isinstance(value, (nnx.Pytree, nnx.Variable))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Leaves:
     """Which leaves of a pytree can have a gradient: arrays of floating point or complex numbers."""
@@ -68,20 +64,18 @@ class _Leaves:
 
     @classmethod
     def of(cls, value: Any) -> _Leaves:
-        leaves, tree = jax.tree.flatten(value, is_leaf=_is_opaque)
+        leaves, tree = jax.tree.flatten(value, is_leaf=_graph.is_object)
         return cls(tree, tuple(isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves))
 
     def of_interest(self, value: Any) -> list[Any]:
-        leaves = jax.tree.leaves(value, is_leaf=_is_opaque)
+        leaves = jax.tree.leaves(value, is_leaf=_graph.is_object)
         return [x for x, marked in zip(leaves, self.marked, strict=True) if marked]
 
     def replaced(self, value: Any, new: Sequence[Any]) -> Any:
         """Return the pytree with other arrays for the leaves that can have a gradient."""
         rest = iter(new)
-        leaves = jax.tree.leaves(value, is_leaf=_is_opaque)
-        return self.tree.unflatten(
-            [next(rest) if marked else x for x, marked in zip(leaves, self.marked, strict=True)]
-        )
+        leaves = jax.tree.leaves(value, is_leaf=_graph.is_object)
+        return self.tree.unflatten([next(rest) if marked else x for x, marked in zip(leaves, self.marked, strict=True)])
 
     def shown(self, gradients: Gradients) -> Any:
         """Return what a hook sees: the pytree of gradients, None for all that has none."""

@@ -1,4 +1,4 @@
-"""What a run without values calls: a model, or a method of one.
+"""What a run without values calls, a model or a method of one, and the arguments that it calls it with.
 
 Models of other people have more to call than themselves, or cannot be called at all: encoders and decoders, cells with
 ``step`` and ``unroll``. A method stands for its model, whose layers are told by their paths in it.
@@ -11,9 +11,11 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
 
 from lazymods._errors import Problem
+from lazymods._graph import is_object
 from lazymods._refusals import ArgumentError
 
 
@@ -67,3 +69,27 @@ def _not_callable(model: Any) -> Problem:
 
 def _is_flax(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in ("flax", "lazymods", "builtins")
+
+
+class CallArguments:
+    """The arguments of a call, taken apart: arrays to trace, modules and Variables to copy, and what stays as it is.
+
+    Args:
+        args: Shapes and dtypes in place of arrays.
+        kwargs: Keyword arguments, likewise.
+
+    Attributes:
+        arrays: Shape and dtype of each array by its place.
+        modules: The modules and Variables, in order.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._leaves, self._treedef = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+        self._places = [i for i, v in enumerate(self._leaves) if is_object(v)]
+        self.arrays = {i: v for i, v in enumerate(self._leaves) if isinstance(v, jax.ShapeDtypeStruct)}
+        self.modules = [self._leaves[i] for i in self._places]
+
+    def put_together(self, arrays: dict[int, Any], modules: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments with these in place of ``arrays`` and ``modules``."""
+        filled = dict(enumerate(self._leaves)) | arrays | dict(zip(self._places, modules, strict=True))
+        return jax.tree.unflatten(self._treedef, [filled[i] for i in range(len(self._leaves))])

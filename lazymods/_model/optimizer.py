@@ -104,15 +104,11 @@ class LazyOptimizer(nnx.Optimizer[Any]):
         """
         left = _uninitialized(model, self.wrt)
         if left:
-            raise UninitializedError(
-                Problem(
-                    type(self).__name__,
-                    f"an update while {', '.join(left)} are uninitialized",
-                    "parameters with values, to make the optimizer's state from",
-                    "lm.materialize(model, x)  # before; a layer that the loss does not reach: call it once, "
-                    "remove it, or leave it out of wrt",
-                )
-            )
+            got = f"an update while {', '.join(left)} are uninitialized"
+            needed = "parameters with values, to make the optimizer's state from"
+            write = "lm.materialize(model, x)  # before; a layer that the loss does not reach: call it once, "
+            write += "remove it, or leave it out of wrt"
+            raise UninitializedError(Problem(type(self).__name__, got, needed, write))
         if _graph.LOCAL.updated is not None:
             _graph.LOCAL.updated.append((self, model))
         keep_class = contexts.is_carried(self)
@@ -133,14 +129,9 @@ class LazyOptimizer(nnx.Optimizer[Any]):
     def __getattr__(self, name: str) -> Any:
         """Say that the optimizer's state is pending."""
         if name == "opt_state" and STATE in vars(self):
-            raise PendingAttributeError(
-                Problem(
-                    type(self).__name__,
-                    "a use of .opt_state",
-                    "the model's parameters, which have no values yet",
-                    "lm.materialize(model, x); optimizer.update(model, grads)",
-                )
-            )
+            got, needed = "a use of .opt_state", "the model's parameters, which have no values yet"
+            write = "lm.materialize(model, x); optimizer.update(model, grads)"
+            raise PendingAttributeError(Problem(type(self).__name__, got, needed, write))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _graph_node_clear(self) -> None:

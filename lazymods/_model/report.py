@@ -162,7 +162,7 @@ class ShapeReport(Shown):
     @property
     def total_parameters(self) -> int:
         """The number of elements of all parameters and buffers whose shape is known."""
-        return sum(p.size or 0 for row in self.rows for p in row.parameters if not p.shared)
+        return sum(p.size or 0 for p in self._each_once())
 
     @property
     def trained_parameters(self) -> int:
@@ -175,12 +175,12 @@ class ShapeReport(Shown):
         return self._count(trained=False)
 
     def _count(self, trained: bool) -> int:
-        return sum(p.size or 0 for r in self.rows for p in r.parameters if p.trained is trained and not p.shared)
+        return sum(p.size or 0 for p in self._each_once() if p.trained is trained)
 
     @property
     def total_bytes(self) -> int:
         """The number of bytes of all parameters and buffers whose shape is known."""
-        return sum(p.nbytes or 0 for row in self.rows for p in row.parameters if not p.shared)
+        return sum(p.nbytes or 0 for p in self._each_once())
 
     @property
     def total_bytes_per_device(self) -> int:

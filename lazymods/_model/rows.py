@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flax import nnx
@@ -13,11 +13,13 @@ from lazymods import _graph
 from lazymods._errors import describe_call
 from lazymods._graph import Path, dotted
 from lazymods._initial.keys import is_key
-from lazymods._layer.lifecycle import PendingValues
 from lazymods._model import hooks
 from lazymods._model.abstract_call import AbstractCall, hidden_nodes
 from lazymods._model.report import LayerRow, ParameterShape, ShapeReport
 from lazymods._objects.traced_state import TracedState
+
+if TYPE_CHECKING:
+    from lazymods._layer.pending_values import PendingValues
 
 _UNKNOWN = "", False
 

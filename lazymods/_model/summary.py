@@ -15,8 +15,7 @@ from lazymods._frames import entry
 from lazymods._graph import Path, dotted
 from lazymods._layer import first_call, lifecycle
 from lazymods._model.abstract_call import AbstractCall
-from lazymods._model.call_arguments import CallArguments
-from lazymods._model.called import model_of
+from lazymods._model.called import CallArguments, model_of
 from lazymods._model.planning import AnyMesh, Places
 from lazymods._model.report import ShapeReport
 from lazymods._model.rows import report_of

@@ -15,9 +15,7 @@ _SHARED = (type, types.ModuleType, types.CodeType)  # no part of what refers to 
 RUNNING = (Trace, types.FrameType)  # what an object refers to while it is used in a trace
 
 
-def all_within(
-    roots: Iterable[Any], skipped: tuple[type, ...] = RUNNING, given: Container[int] = ()
-) -> Iterator[Any]:
+def all_within(roots: Iterable[Any], skipped: tuple[type, ...] = RUNNING, given: Container[int] = ()) -> Iterator[Any]:
     """Yield all that is inside some objects, the nearest first.
 
     Classes, modules and code are neither yielded nor looked into. Globals of functions, where everything is, are never

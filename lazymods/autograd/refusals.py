@@ -90,14 +90,14 @@ def refuse_arguments(where: str, argnums: Any, args: Sequence[Any]) -> None:
 
 
 def _reasons_against(where: str, argument: Any, selected: Any) -> Iterator[Problem]:
-    leaves = jax.tree_util.tree_leaves_with_path(argument, is_leaf=_is_nnx)
+    leaves = jax.tree_util.tree_leaves_with_path(argument, is_leaf=_graph.is_object)
     for path, leaf in leaves:
         place = where + jax.tree_util.keystr(path)
         if isinstance(leaf, nnx.Variable):  # which nnx.grad takes as it is, whatever the filter says
             if isinstance(leaf, nnx.Param) and selected is trainable and not _graph.is_trained(leaf):
                 yield _frozen(place, f"{describe(leaf)}, which is frozen")
             yield from _no_number(place, leaf)
-        elif not _is_nnx(leaf):
+        elif not _graph.is_object(leaf):
             yield from _no_number(place, leaf)
     if leaves and all(isinstance(leaf, nnx.Pytree) for _, leaf in leaves):
         yield from _nothing_selected(where, argument, nnx.filterlib.to_predicate(selected))
@@ -128,10 +128,6 @@ def _no_number(where: str, value: Any) -> Iterator[Problem]:
         needed = "real or complex numbers: nothing else has a derivative"
         write = "x.astype(jnp.float32)  # where it is made; or another argnums"
         yield Problem(where, describe(value), needed, write)
-
-
-def _is_nnx(value: Any) -> bool:
-    return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
 def _is_inexact(value: Any) -> bool:

@@ -236,7 +236,7 @@ class _Arguments:
 
 
 def _is_object(value: Any) -> bool:
-    return isinstance(value, (nnx.Pytree, nnx.Variable)) and not isinstance(value, nnx.State)
+    return _graph.is_object(value) and not isinstance(value, nnx.State)
 
 
 def _is_array(value: Any) -> bool:

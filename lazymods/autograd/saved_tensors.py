@@ -23,6 +23,7 @@ from flax import nnx
 from lazymods import _compat
 from lazymods._errors import LazyError, Problem, describe
 from lazymods._frames import entry
+from lazymods._graph import is_object
 from lazymods._refusals import ArgumentError, refuse_uncallable
 
 _HOOKS = "lm.autograd.saved_tensors_hooks"
@@ -290,14 +291,14 @@ def recompute(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         try:
-            leaves, tree = jax.tree.flatten(((*first, *args), kwargs), is_leaf=_is_object)
-            moving = {i: x for i, x in enumerate(leaves) if _is_object(x) or isinstance(x, (jax.Array, np.ndarray))}
+            leaves, tree = jax.tree.flatten(((*first, *args), kwargs), is_leaf=is_object)
+            moving = {i: x for i, x in enumerate(leaves) if is_object(x) or isinstance(x, (jax.Array, np.ndarray))}
 
             def run(moving: dict[int, Any]) -> Any:
                 args, kwargs = jax.tree.unflatten(tree, [moving.get(i, x) for i, x in enumerate(leaves)])
                 return call(*args, **kwargs)
 
-            objects = [x for x in moving.values() if _is_object(x)]
+            objects = [x for x in moving.values() if is_object(x)]
             if all(_compat.birth_trace(x) is _compat.current_home() for x in objects):
                 return nnx.remat(run)(moving)
             return _of_objects_outside(run, moving)
@@ -332,7 +333,3 @@ def _of_objects_outside(run: Callable[[dict[int, Any]], Any], moving: dict[int, 
         return out
 
     return jax.checkpoint(of_state)(state)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, (nnx.Pytree, nnx.Variable))

@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flax import nnx
 
 from lazymods import _compat
-from lazymods._graph import attributes, nodes, variables
+from lazymods._graph import attributes, is_object, nodes, variables
 from lazymods._objects.reached import MISSING, names_in_callable, parts_of_callable
 from lazymods._objects.tokens import SameObject, token
 
@@ -53,11 +52,6 @@ class Looked(NamedTuple):
     key: Hashable
     inputs: Any
     build: Callable[[Any], Any]
-
-
-def is_object(value: Any) -> bool:
-    """Whether a value is an nnx object or Variable."""
-    return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
 def is_input(value: Any) -> bool:

@@ -41,8 +41,8 @@ class BlockCall:
         self, whole: Any, n: int, shared: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], remat: bool
     ) -> None:
         self._whole, self._n, self._remat = whole, n, remat
-        self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
-        given = [v for v in self._leaves if _is_object(v)]
+        self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_graph.is_object)
+        given = [v for v in self._leaves if _graph.is_object(v)]
         self._roots = [whole, *given]
         shared_ids = {id(v) for v in _owners([*shared, *given])}
         owners = _owners(self._roots)
@@ -127,7 +127,7 @@ class BlockCall:
 
         block, *objects = [copied(root, leaf, memo) for root in self._roots]
         places = iter(objects)
-        args, kwargs = self._tree.unflatten([next(places) if _is_object(v) else v for v in self._leaves])
+        args, kwargs = self._tree.unflatten([next(places) if _graph.is_object(v) else v for v in self._leaves])
         y = block(x, *args, **kwargs)
         _check_carry(x, y, type(block).__name__)
         self._copies, self._after = memo, [block, *objects]
@@ -244,10 +244,6 @@ def _where_it_was(before: Any, value: Any) -> Any:
     place = stacked_values.place_of(before)
     is_here = isinstance(place, jax.sharding.NamedSharding) and stacked_values.place_of(value) is not None
     return shards.put(value, place) if is_here and value.shape == before.shape else value
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, (nnx.Pytree, nnx.Variable))
 
 
 def _owners(roots: list[Any]) -> list[Any]:

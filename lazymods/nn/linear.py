@@ -7,9 +7,8 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods._layer.class_spec import LazyClassSpec
 from lazymods._layer.factory import make
-from lazymods._layer.sizing import NotInferableError
+from lazymods._layer.sizing import LazyClassSpec, NotInferableError
 from lazymods._refusals import wrong_argument
 from lazymods.nn._shapes import Config, axes_over, check_divides, check_rank, last_axis, rank_of, size_at
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from flax import nnx
 
-from lazymods._layer.class_spec import Infer, LazyClassSpec
 from lazymods._layer.factory import make
+from lazymods._layer.sizing import Infer, LazyClassSpec
 from lazymods.nn._shapes import Config, axes_over, check_divides, check_rank, last_axis, product_at
 
 
@@ -37,7 +37,14 @@ def _ranked(infer: Infer, ranks: tuple[int, ...], axes: str) -> Infer:
     return ranked
 
 
-def _make(cls: type, name: str, infer: Infer, at: str, checked: str = "") -> Any:
+def _make(cls: type, infer: Infer, at: str, rank: int | None = None) -> Any:
+    name, checked = f"Lazy{cls.__name__}", ""
+    if rank is not None:
+        name, axes = f"{name}{rank}d", axes_over(rank)
+        checked = f", whose input is {axes}"
+        without_length = rank == 1 and cls is nnx.BatchNorm
+        ranks = (2, 3) if without_length else (rank + 2,)
+        infer = _ranked(infer, ranks, axes + (" or (batch, features)" if without_length else ""))
     doc = f"""``nnx.{cls.__name__}`` without ``num_features``{checked}.
 
     Inferred: ``num_features``, {at}.
@@ -53,34 +60,18 @@ def _make(cls: type, name: str, infer: Infer, at: str, checked: str = "") -> Any
     return make(LazyClassSpec(cls, infer, ("num_features",), scales=scales), name=name, module=__name__, doc=doc)
 
 
-def _make_batch_norm(rank: int) -> Any:
-    ranks = (2, 3) if rank == 1 else (rank + 2,)
-    axes = axes_over(rank)
-    infer = _ranked(_batch_norm, ranks, axes + (" or (batch, features)" if rank == 1 else ""))
-    return _make(
-        nnx.BatchNorm, f"LazyBatchNorm{rank}d", infer, "the input's size at ``axis``", f", whose input is {axes}"
-    )
-
-
-def _make_instance_norm(rank: int) -> Any:
-    axes = axes_over(rank)
-    infer = _ranked(_feature_axes, (rank + 2,), axes)
-    return _make(
-        nnx.InstanceNorm,
-        f"LazyInstanceNorm{rank}d",
-        infer,
-        "the input's size at ``feature_axes``",
-        f", whose input is {axes}",
-    )
-
-
-LazyBatchNorm = _make(nnx.BatchNorm, "LazyBatchNorm", _batch_norm, "the input's size at ``axis``")
-LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d = (_make_batch_norm(rank) for rank in (1, 2, 3))
-LazyLayerNorm = _make(nnx.LayerNorm, "LazyLayerNorm", _feature_axes, "the input's size at ``feature_axes``")
-LazyRMSNorm = _make(nnx.RMSNorm, "LazyRMSNorm", _feature_axes, "the input's size at ``feature_axes``")
-LazyGroupNorm = _make(nnx.GroupNorm, "LazyGroupNorm", _group_norm, "the input's last axis")
-LazyInstanceNorm = _make(nnx.InstanceNorm, "LazyInstanceNorm", _feature_axes, "the input's size at ``feature_axes``")
-LazyInstanceNorm1d, LazyInstanceNorm2d, LazyInstanceNorm3d = (_make_instance_norm(rank) for rank in (1, 2, 3))
+_AT_AXIS, _AT_AXES = "the input's size at ``axis``", "the input's size at ``feature_axes``"
+LazyBatchNorm = _make(nnx.BatchNorm, _batch_norm, _AT_AXIS)
+LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d = (
+    _make(nnx.BatchNorm, _batch_norm, _AT_AXIS, rank) for rank in (1, 2, 3)
+)
+LazyLayerNorm = _make(nnx.LayerNorm, _feature_axes, _AT_AXES)
+LazyRMSNorm = _make(nnx.RMSNorm, _feature_axes, _AT_AXES)
+LazyGroupNorm = _make(nnx.GroupNorm, _group_norm, "the input's last axis")
+LazyInstanceNorm = _make(nnx.InstanceNorm, _feature_axes, _AT_AXES)
+LazyInstanceNorm1d, LazyInstanceNorm2d, LazyInstanceNorm3d = (
+    _make(nnx.InstanceNorm, _feature_axes, _AT_AXES, rank) for rank in (1, 2, 3)
+)
 
 
 # ---------------------------------------------------------------- wrappers

@@ -8,8 +8,8 @@ import jax
 from flax import nnx
 
 from lazymods._gru_cell import ResetAfterGRUCell
-from lazymods._layer.class_spec import LazyClassSpec
 from lazymods._layer.factory import make
+from lazymods._layer.sizing import LazyClassSpec
 from lazymods.nn._shapes import Config, last_axis
 
 
