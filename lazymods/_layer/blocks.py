@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from lazymods import _compat, _graph
 from lazymods._errors import LazyError, Problem
 from lazymods._graph import ARRAY, HOOKS, NODE, OTHER, STATE, VARIABLE, Path, dotted, kind_of
 from lazymods._initial import draws, shards
+from lazymods._initial.keys import is_key
 from lazymods._initial.pending import PendingInit, leaves_of
 from lazymods._initial.stacking import Stacking
 from lazymods._layer import stacked_values
@@ -199,7 +201,7 @@ class _Joining:
             return first
         raw = self._pending(raws, path) if isinstance(raws[0], PendingInit) else self._tree(raws, path)
         for variable in variables if self._used_up else ():
-            _compat.SET_RAW(variable, None)
+            _compat.SET_RAW(variable, jax.tree.map(_without_values, variable.get_raw_value()))
         mark = {LAYERS: len(variables)} if isinstance(first, TRANSIENT) else {}
         return _compat.new_variable(type(first), raw, with_axis(metadata[0]) | mark)
 
@@ -271,6 +273,12 @@ def parts_of_pending(pending: PendingInit, n: int) -> list[PendingInit]:
         made.turns = turns
         out.append(made)
     return out
+
+
+def _without_values(value: Any) -> Any:
+    """Return the shape and dtype of an array in its place: a load looks at those of what it has written."""
+    is_array = isinstance(value, (jax.Array, np.ndarray)) and not is_key(value)
+    return jax.ShapeDtypeStruct(value.shape, value.dtype) if is_array else value
 
 
 def with_axis(metadata: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ written to the stack afterwards: values, new Variables and attributes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from lazymods import _compat, _graph
@@ -23,6 +24,17 @@ from lazymods._layer import stacked_values
 from lazymods._layer.blocks import LAYERS, has_no_layers, raw_of, with_axis, without_axis
 from lazymods._layer.copying import copied, rebuilt
 from lazymods._layer.lifecycle import TRANSIENT
+from lazymods._layer.settings import same_setting
+
+_PLAIN = (int, float, complex, str, bytes, np.generic, type(None))
+
+
+class _Setting(NamedTuple):
+    """An attribute that holds no values, and what it is set to."""
+
+    node: Any
+    name: str
+    value: Any
 
 
 class BlockCall:
@@ -52,6 +64,7 @@ class BlockCall:
         self._copies: dict[int, Any] = {}
         self._after: list[Any] = []
         self._changed: set[int] = set()
+        self._before: list[_Setting] = []
 
     def run(self, x: Any) -> Any:
         """Call all blocks, and write what they have changed.
@@ -65,22 +78,56 @@ class BlockCall:
         slices = [self._values_of(owner) for owner in self._stacked]
         carried = [raw_of(v) for v in self._shared]
         scanning = not _compat.runs_at_once(_compat.current_trace())
-        step: Callable[..., Any] = self._step
-        if self._remat:
-            step = jax.checkpoint(step, prevent_cse=not scanning)
-        if scanning:
-            slices = jax.tree.map(stacked_values.on_all_devices, slices)
-            (x, carried), found = jax.lax.scan(lambda c, s: step(*c, s), (x, carried), slices, length=self._n)
-        else:
-            rows = list(zip(*[stacked_values.rows(s, self._n) for s in slices], strict=True)) or [()] * self._n
-            outputs = []
-            for row in rows:
-                (x, carried), new = step(x, carried, list(row))
-                outputs.append(new)
-            found = self._together(outputs)
-        if not _graph.has_uninitialized_params(self._whole):  # else an abstract run, which starts again
-            self._write(carried, found)
+        try:
+            x, carried, found = (self._scanned if scanning else self._in_turn)(x, carried, slices)
+            if _graph.has_uninitialized_params(self._whole):  # an abstract run, which starts again
+                self._put_back()
+            else:
+                self._write(carried, found)
+        except BaseException:
+            self._put_back()
+            raise
         return x
+
+    def _scanned(self, x: Any, carried: list[Any], slices: list[Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+        slices = jax.tree.map(stacked_values.on_all_devices, slices)
+        (y, after), found = self._scan(x, carried, slices, self._n)
+        changed = self._settings() if self._n > 1 else {}
+        if not changed:
+            return y, after, found
+        first, others = (jax.tree.map(lambda a, part=part: a[part], slices) for part in (slice(1), slice(1, None)))
+        (x, carried), found = self._scan(x, carried, first, 1)  # which alone finds what was set before
+        self._set(changed)
+        (x, carried), more = self._scan(x, carried, others, self._n - 1)
+        self._check_settled()
+        return x, carried, _together([found, more], jnp.concatenate)
+
+    def _scan(self, x: Any, carried: list[Any], slices: list[Any], length: int) -> Any:
+        step = self._function(prevent_cse=False)
+        return jax.lax.scan(lambda c, s: step(*c, s), (x, carried), slices, length=length)
+
+    def _in_turn(self, x: Any, carried: list[Any], slices: list[Any]) -> tuple[Any, list[Any], dict[str, Any]]:
+        rows = list(zip(*[stacked_values.rows(s, self._n) for s in slices], strict=True)) or [()] * self._n
+        step = self._function(prevent_cse=True)
+        outputs: list[dict[str, Any]] = []
+        settings: list[dict[tuple[int, str], _Setting]] = []
+        for row in rows:
+            (x, carried), new = step(x, carried, list(row))
+            outputs.append(new)
+            settings.append(self._settings(shared=False))
+            if len(outputs) > 1:
+                self._check_settled()
+            elif changed := self._settings():
+                self._set(changed)
+                step = self._function(prevent_cse=True)  # JAX would go on with what the first one did
+        _check_equal(settings)
+        return x, carried, _together(outputs, stacked_values.stack)
+
+    def _function(self, *, prevent_cse: bool) -> Callable[..., Any]:
+        def step(x: Any, carried: list[Any], values: list[Any]) -> Any:
+            return self._step(x, carried, values)
+
+        return jax.checkpoint(step, prevent_cse=prevent_cse) if self._remat else step
 
     def _check_axes(self) -> None:
         """Refuse what was set on the stack by hand without the axis of the layers."""
@@ -132,7 +179,7 @@ class BlockCall:
         _check_carry(x, y, type(block).__name__)
         self._copies, self._after = memo, [block, *objects]
         after = [raw_of(memo[id(v)]) for v in self._shared]
-        self._changed = {i for i, (a, b) in enumerate(zip(after, carried, strict=True)) if not _is_same(a, b)}
+        self._changed |= {i for i, (a, b) in enumerate(zip(after, carried, strict=True)) if not _is_same(a, b)}
         return (y, after), self._news(given)
 
     def _news(self, given: dict[int, Any]) -> dict[str, Any]:
@@ -154,19 +201,38 @@ class BlockCall:
                     found[f"{number}.{entry.name}"] = raw_of(value)
         return found
 
-    def _together(self, outputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Stack what the blocks have changed, one called after the other."""
-        trees = [jax.tree.flatten(o) for o in outputs]
-        if any(tree != trees[0][1] for _, tree in trees):
-            names = sorted({name for o in outputs for name in o})
-            raise _not_carried(", ".join(n.partition(".")[2] for n in names), "values that some blocks change only")
-        return trees[0][1].unflatten([stacked_values.stack(v) for v in zip(*[t[0] for t in trees], strict=True)])
+    # ------------------------------------------------------------ attributes that hold no values
+
+    def _settings(self, *, shared: bool = True) -> dict[tuple[int, str], _Setting]:
+        """Return the attributes without values that the last call has set: of what the blocks share, or of others."""
+        found = {}
+        for node, copy in self._pairs() if not _graph.lazy_nodes(self._whole) else ():
+            if kind_of(node) is NODE and (id(node) in self._common) is shared:
+                held, now = _graph.attributes(node), _graph.attributes(copy)
+                for name in held | now:
+                    before, after = held.get(name, _graph.MISSING), now.get(name, _graph.MISSING)
+                    if kind_of(after) is OTHER and _is_told_apart(before, after) and not _is_alike(before, after):
+                        found[id(node), name] = _Setting(node, name, after)
+        return found
+
+    def _set(self, settings: dict[tuple[int, str], _Setting]) -> None:
+        for node, name, value in settings.values():
+            self._before.append(_Setting(node, name, vars(node).get(name, _graph.MISSING)))
+            _set_attribute(node, name, value)
+
+    def _put_back(self) -> None:
+        while self._before:
+            _set_attribute(*self._before.pop())
+
+    def _check_settled(self) -> None:
+        """Refuse what a call changes in what the blocks share, and the next call once more, as a count."""
+        for _, name, _ in self._settings().values():
+            raise _not_carried(name, "an attribute of what the blocks share, which a call changes each time")
 
     # ------------------------------------------------------------ writing
 
     def _write(self, carried: list[Any], found: dict[str, Any]) -> None:
         """Write to the stack what has become of the block."""
-        self._check_numbers()
         for i in sorted(self._changed):
             self._shared[i].set_raw_value(carried[i])
         originals = {id(c): o for o, c in self._pairs()}
@@ -185,14 +251,6 @@ class BlockCall:
             if isinstance(owner, nnx.Variable):
                 owner.set_raw_value(_where_it_was(owner.get_raw_value(), value))
         self._write_objects(originals, values)
-
-    def _check_numbers(self) -> None:
-        """Refuse a number in what the blocks share that a call has changed: a second block may change it once more."""
-        for node, copy in self._pairs() if self._n > 1 else ():
-            if kind_of(node) is NODE and id(node) in self._common:
-                held, now = _graph.attributes(node), _graph.attributes(copy)
-                for name in [n for n, value in now.items() if _counts(held.get(n), value)]:
-                    raise _not_carried(name, "a number in what the blocks share, which a call changes")
 
     def _pairs(self) -> list[tuple[Any, Any]]:
         """Return objects and Variables of the stack with their copies in the last call."""
@@ -252,10 +310,38 @@ def _owners(roots: list[Any]) -> list[Any]:
     return list((found | {id(e.value): e.value for e in _graph.entries(roots)}).values())
 
 
-def _counts(before: Any, after: Any) -> bool:
-    """Whether an attribute is a number, no mere yes or no, that has changed."""
-    is_number = isinstance(after, (int, float, complex)) and not isinstance(after, bool)
-    return is_number and (type(before) is not type(after) or before != after)
+def _together(outputs: list[dict[str, Any]], join: Callable[[list[Any]], Any]) -> dict[str, Any]:
+    """Put together what the blocks have changed, one or several called after the other."""
+    trees = [jax.tree.flatten(o) for o in outputs]
+    if any(tree != trees[0][1] for _, tree in trees):
+        names = sorted({name for o in outputs for name in o})
+        raise _not_carried(", ".join(n.partition(".")[2] for n in names), "values that some blocks change only")
+    return trees[0][1].unflatten([join(list(v)) for v in zip(*[t[0] for t in trees], strict=True)])
+
+
+def _check_equal(settings: list[dict[tuple[int, str], _Setting]]) -> None:
+    """Refuse numbers and texts that each block sets to another: the stack has one for all."""
+    for key, (_, name, value) in [item for each in settings for item in each.items()]:
+        others = [each[key].value if key in each else _graph.MISSING for each in settings]
+        if isinstance(value, _PLAIN) and not all(_is_alike(value, other) for other in others):
+            raise _not_carried(name, "an attribute that not all blocks set to the same")
+
+
+def _set_attribute(node: Any, name: str, value: Any) -> None:
+    if value is _graph.MISSING:
+        delattr(node, name)
+    else:
+        setattr(node, name, value)
+
+
+def _is_told_apart(a: Any, b: Any) -> bool:
+    """Whether one of two is nothing, a number or a text: of other objects a call may make another each time."""
+    return any(value is _graph.MISSING or isinstance(value, _PLAIN) for value in (a, b))
+
+
+def _is_alike(a: Any, b: Any) -> bool:
+    is_nan = isinstance(a, float) and isinstance(b, float) and a != a and b != b
+    return is_nan or same_setting(a, b)
 
 
 def _is_same(a: Any, b: Any) -> bool:

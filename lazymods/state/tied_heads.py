@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -59,6 +60,7 @@ def remarks(
         if cause is not None:
             out.append(f"{name} is left as it is: {cause[0]}; write {cause[1]}")
     held = {n: value_now(p) for n, p in places.items() if n in loaded and is_embedding(p)}
+    held = {n: v for n, v in held.items() if not isinstance(v, jax.ShapeDtypeStruct)}  # in a stack, which has them
     for name in unexpected:
         embedding = untied(left.get(name), held)
         if embedding is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
 from typing import Any
@@ -226,3 +227,60 @@ def test_what_a_call_adds_to_what_blocks_share_is_refused(given: bool, way: str,
     assert (table.calls, table.was_called, table.made) == (0, False, None)
     for name, value in lm.state_dict(stack).items():
         np.testing.assert_array_equal(value, before[name])
+
+
+class Once(nnx.Module):
+    """What notes in attributes, for the calls after it, that it was called."""
+
+    def __init__(self) -> None:
+        self.is_new, self.factor, self.calls = True, 3.0, nnx.Variable(jnp.array(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.is_new:
+            self.calls[...] += 1
+        x, self.factor, self.is_new = x * self.factor, 0.5, False
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", [lambda f: f, nnx.jit, lm.jit], ids=["plain", "nnx.jit", "lm.jit"])
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_what_a_block_notes_in_what_all_share_is_there_for_the_next(n: int, remat: bool, compile: Any) -> None:
+    class Using(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs, once: Once) -> None:
+            self.fc, self.once = nnx.Linear(WIDTH, WIDTH, rngs=rngs), once
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return jnp.tanh(self.fc(self.once(x)))
+
+    got, want, rngs = Once(), Once(), nnx.Rngs(0)
+    stack = lm.Stack(lambda rngs: Using(rngs, got), n, remat=remat, rngs=nnx.Rngs(0))
+    blocks = nnx.List([Using(rngs, want) for _ in range(n)])
+    for _ in range(2):
+        result = compile(lambda m, x: m(x))(stack, Y)
+        np.testing.assert_allclose(result, functools.reduce(lambda x, block: block(x), blocks, Y), rtol=1e-5, atol=1e-6)
+    assert (got.is_new, got.factor, int(got.calls[...])) == (want.is_new, want.factor, int(want.calls[...]))
+
+
+def test_what_not_all_blocks_do_at_once() -> None:
+    """A change of what they share, made by one of them, is kept; a number that each has for itself is refused."""
+
+    class Numbered(nnx.Module):
+        def __init__(self, shared: nnx.Variable[Any], number: int) -> None:
+            self.shared, self.number, self.last = shared, nnx.Variable(jnp.array(number)), 0.0
+
+        def __call__(self, x: jax.Array, *, keeps: bool = False) -> jax.Array:
+            if keeps:
+                self.last = float(self.number[...])
+            if int(self.number[...]) == 0:
+                self.shared[...] += 1
+            return x
+
+    shared, numbers = nnx.Variable(jnp.array(5)), iter(range(3))
+    stack = lm.Stack(lambda rngs: Numbered(shared, next(numbers)), 3, rngs=nnx.Rngs(0))
+    stack(Y)
+    assert int(shared[...]) == 6
+    with pytest.raises(lm.LazyError, match="last in a block of a Stack"):
+        stack(Y, keeps=True)
+    assert int(shared[...]) == 6 and [block.last for block in stack] == [0.0] * 3
