@@ -1,8 +1,9 @@
 """What ``lm.jit`` needs: writes that flax tells of, keys without operations, programs without their look at arguments.
 
-Private: ``jax._src.core.trace_state_strong_ref``, ``config.trace_context``, ``ArrayImpl``, ``PRNGKeyArray``,
-``random_wrap``, ``source_info_util.current``, ``dispatch.needs_check_special``, ``pxla.ExecuteReplicated``, and the
-attributes of these below. Seen to work with jax 0.10.2, 0.12.0 and flax 0.12.8, 0.12.12.
+Private: ``jax._src.core.trace_state_strong_ref``, ``config.trace_context``, ``config.default_prng_impl``,
+``ArrayImpl``, ``PRNGKeyArray``, ``random_wrap``, ``source_info_util.current``, ``dispatch.needs_check_special``,
+``pxla.ExecuteReplicated``, and the attributes of these below. Seen to work with jax 0.10.2, 0.12.0 and flax 0.12.8,
+0.12.12.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax._src.array import ArrayImpl
+from jax._src.config import default_prng_impl
 from jax._src.config import trace_context as _trace_context
 from jax._src.core import trace_state_strong_ref
 from jax._src.dispatch import needs_check_special
@@ -51,9 +53,13 @@ def is_reference(value: Any) -> bool:
     return isinstance(value, REFERENCES)
 
 
+PRNG_IMPL = default_prng_impl
+"""``PRNG_IMPL.value`` is the implementation of new keys. What is traced depends on it; ``jax.jit`` has it in no key."""
+
+
 def trace_context() -> Any:
     """Return all settings that a trace depends on, hashable (``jax._src.config.trace_context``)."""
-    return _trace_context()
+    return _trace_context(), PRNG_IMPL.value
 
 
 def key_parts(key: Any) -> tuple[Any, Any]:

@@ -44,7 +44,7 @@ from lazymods._objects.tokens import (
 )
 
 _HIDDEN = _compat.STATE  # flax's record of the trace in which an object was born
-_WHOLE = "__dict__"  # whoever reads this reads everything
+_WHOLE = frozenset(("__dict__", "__reduce_ex__", "__reduce__", "__getstate__"))  # reads all: copy does so in C
 
 
 class Reads:
@@ -67,6 +67,11 @@ class Reads:
         """Return the set to which the names are added that are read of objects of a class."""
         return self._names.setdefault(cls, set())
 
+    def widen(self) -> None:
+        """Let all of each object count as read."""
+        for names in self._names.values():
+            names |= _WHOLE
+
     def settle(self) -> Reads:
         """After a trace, return what has been read until now, as it will stay; see whether that is more than before."""
         size = sum(map(len, self._names.values())) + len(self._names)
@@ -77,7 +82,7 @@ class Reads:
     def of(self, cls: type) -> set[str] | None:
         """Return the names that were read of objects of a class; None: all may have been."""
         names = self._names.get(cls)
-        return None if names is None or _WHOLE in names else names
+        return None if names is None or not _WHOLE.isdisjoint(names) else names
 
 
 class TracedState:

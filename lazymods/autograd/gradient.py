@@ -118,8 +118,8 @@ def _differentiated(
                 given, by_name = _by_position(fn, args, kwargs)
                 places = from_first(where, argnums, len(given))
                 refuse_arguments(where, places, given)
-                of_fn: Any = nnx.value_and_grad(checked, argnums=_of_trained(places), has_aux=has_aux)
-                value, found = of_fn(*given, **by_name)
+                call = functools.partial(checked, **by_name) if by_name else checked
+                value, found = nnx.value_and_grad(call, argnums=_of_trained(places), has_aux=has_aux)(*given)
                 if conjugate:
                     found = _conjugated(found)
                 hooked = _hooked(places, given, found)
@@ -144,7 +144,7 @@ def _alone() -> contextlib.AbstractContextManager[Any]:
 
 
 def _by_position(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the arguments by position, and those that can't be so given: nnx.grad counts those by keyword, too."""
+    """Return the arguments by position, and those that can only be given by keyword, which nnx.grad does not take."""
     if not kwargs:
         return args, kwargs
     bound = inspect.signature(fn).bind(*args, **kwargs)

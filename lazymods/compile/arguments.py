@@ -37,6 +37,7 @@ class Arguments(NamedTuple):
         leaves: Returns of each leaf of ``(args, kwargs)`` the path, the value, and whether it is among the arrays.
         moved: The names of arguments that were given by keyword, and are taken as given by position.
         given: Returns the containers among the arguments, as they are.
+        keeps_statics: Whether static arguments are as they were: a trace may have written to an object.
     """
 
     arrays: list[Any]
@@ -47,6 +48,7 @@ class Arguments(NamedTuple):
     rebuild: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]
     leaves: Callable[[], list[tuple[Any, Any, bool]]]
     given: Callable[[], Given]
+    keeps_statics: Callable[[], bool]
     moved: tuple[str, ...] = ()
 
 
@@ -76,6 +78,14 @@ class _Static:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+def _statics_of(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    return [a.value for a in (*args, *(kwargs[k] for k in sorted(kwargs))) if type(a) is _Static]
+
+
+def _statics_key(args: Sequence[Any], kwargs: dict[str, Any]) -> Hashable:
+    return TracedState(_statics_of(args, kwargs), static=True).key
 
 
 class Splitter:
@@ -147,10 +157,10 @@ class Splitter:
             kinds.append(int(kind) if cls is not _Static else _STATIC)
         names = tuple(kwargs) if self._keeps_order else ()
         # a treedef compares with ==; a static argument's value stands in the key by its token
-        pytrees = _pytrees(args, kwargs)
-        key = (treedef, tuple(kinds), statics, tuple(layout(pytrees)), names)
-        rebuild = _Rebuild(leaves, treedef, kinds, pytrees, given)
-        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, rebuild.leaves, rebuild.given, moved)
+        key = (treedef, tuple(kinds), statics, tuple(layout(_pytrees(args, kwargs))), names)
+        rebuild = _Rebuild(leaves, treedef, kinds, (args, kwargs), given, statics)
+        looks = rebuild.leaves, rebuild.given, rebuild.keeps_statics
+        return Arguments(arrays, roots, variables, key, bool(self.names), rebuild, *looks, moved)
 
     def _marked(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -158,12 +168,10 @@ class Splitter:
         """Let static arguments be no leaves; return also what stands for their values in a key."""
         wrapped = [_Static(a) if i in self.positions else a for i, a in enumerate(args)]
         named = {k: _Static(v) if k in self.names else v for k, v in kwargs.items()}
-        static = [a.value for a in wrapped if type(a) is _Static]
-        static += [kwargs[k] for k in sorted(kwargs) if k in self.names]
-        for value in static:
+        for value in _statics_of(wrapped, named):
             if isinstance(value, Iterator):
                 raise used_up(f"a static argument of {_name(self._function)}", value)
-        return tuple(wrapped), named, TracedState(static, static=True).key
+        return tuple(wrapped), named, _statics_key(wrapped, named)
 
     def spelled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -213,11 +221,13 @@ def _flatten(given: Any, moved: _Moved) -> tuple[list[Any], Any]:
 class _Rebuild:
     """Puts arrays back into the places of a call's arguments."""
 
-    __slots__ = ("_given", "_kinds", "_leaves", "_pytrees", "_treedef")
+    __slots__ = ("_given", "_kinds", "_leaves", "_marked", "_statics", "_treedef")
 
-    def __init__(self, leaves: list[Any], treedef: Any, kinds: list[int], pytrees: list[Any], given: Any) -> None:
+    def __init__(
+        self, leaves: list[Any], treedef: Any, kinds: list[int], marked: Any, given: Any, statics: Hashable
+    ) -> None:
         self._leaves, self._treedef, self._kinds = leaves, treedef, kinds
-        self._pytrees, self._given = pytrees, given
+        self._marked, self._given, self._statics = marked, given, statics
 
     def __call__(self, arrays: Sequence[Any], of: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         waiting = iter(arrays)
@@ -226,11 +236,15 @@ class _Rebuild:
             again = kind <= _AGAIN
             leaves.append(next(waiting) if kind == TokenKind.ARRAY else arrays[_AGAIN - kind] if again else of(leaf))
         args, kwargs = self._treedef.unflatten(leaves)
-        put_in_order(_pytrees(args, kwargs), orders_of(self._pytrees), leaves)
+        put_in_order(_pytrees(args, kwargs), orders_of(_pytrees(*self._marked)), leaves)
         return (
             tuple(of(fresh(a.value)) if type(a) is _Static else a for a in args),
             {k: of(fresh(v.value)) if type(v := kwargs[k]) is _Static else v for k in self._given[1]},
         )
+
+    def keeps_statics(self) -> bool:
+        """Whether static arguments are as they were: a trace may have written to an object."""
+        return _statics_key(*self._marked) == self._statics
 
     def given(self) -> Given:
         """Return the containers among the arguments, as they are."""
@@ -238,10 +252,9 @@ class _Rebuild:
 
     def leaves(self) -> list[tuple[Any, Any, bool]]:
         """Return the path of each leaf, its value, and whether it is an input."""
-        numbered = self._treedef.unflatten(list(range(len(self._leaves))))
-        values = [leaf.value if type(leaf) is _Static else leaf for leaf in self._leaves]
-        paths = jax.tree_util.tree_leaves_with_path(numbered)
-        return [(path, values[n], self._kinds[n] == TokenKind.ARRAY) for path, n in paths]
+        found = zip(jax.tree_util.tree_leaves_with_path(self._marked, is_leaf=is_whole), self._kinds, strict=True)
+        values = ((path, leaf.value if type(leaf) is _Static else leaf, kind) for (path, leaf), kind in found)
+        return [(path, value, kind == TokenKind.ARRAY) for path, value, kind in values]
 
 
 def _pytrees(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -252,7 +265,7 @@ def _pytrees(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 def _takes_any_keyword(function: Any) -> bool:
     """Whether a function may see in which order its keyword arguments came."""
     try:
-        parameters = inspect.signature(function).parameters.values()
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     except (TypeError, ValueError):
         return True
     return any(p.kind is p.VAR_KEYWORD for p in parameters)

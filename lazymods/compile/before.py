@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
 from lazymods._objects.traced_state import TracedState, contents_of, held_by
-from lazymods._snapshot import is_same, refill
-from lazymods.compile.given import Given
+from lazymods._snapshot import Snapshot, is_same, refill
+from lazymods.compile.binding import Binding
 
 
-def all_or_nothing(run: Callable[[], Any], reach: Sequence[Any], given: Given) -> Any:
+def all_or_nothing(run: Callable[[], Any], call: Binding) -> Any:
     """Run a function in plain Python.
 
     Args:
         run: The function.
-        reach: What it can reach: nnx objects, Variables, containers that hold some.
-        given: The containers among its arguments.
+        call: What it is given, and can reach.
 
     Returns:
-        What it returned. If it raises, ``reach`` and ``given`` are as they were before.
+        What it returned. If it raises, all of that is as it was before.
     """
-    traced_state = TracedState(reach)
+    traced_state, given, arrays = TracedState(call.reach), call.given(), Snapshot()
+    if call.executing:  # else a mutable array is written to in the trace around, which ends here
+        arrays.keep(call.references())
     variables = [(v, type(v), v.get_raw_value(), dict(_compat.raw_metadata(v))) for v in traced_state.variables]
     try:
         return run()
@@ -35,6 +36,7 @@ def all_or_nothing(run: Callable[[], Any], reach: Sequence[Any], given: Given) -
                 refill(held_by(node), contents)
         for variable, cls, raw, metadata in variables:
             _compat.write_variable(variable, cls, raw, metadata)
+        arrays.restore()
         given.restore()
         _compat_jit.Watch.restructured()
         raise

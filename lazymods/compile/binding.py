@@ -93,7 +93,8 @@ class Binding:
         if self.loose or self.lazy or not self.executing or len(set(self.names)) != len(self.names):
             return None
         shared = self._shared if self.captured.places else ()
-        return (*self._keys, self.names, tuple(map(kind_of_input, arguments.arrays)), shared)
+        kinds = tuple(map(kind_of_input, arguments.arrays))
+        return (*self._keys, self.names, kinds, shared, _compat_jit.PRNG_IMPL.value)
 
     def _share(self, values: list[Any], targets: list[Any]) -> Hashable:
         """Leave out values that are there already; return which those are."""
@@ -146,6 +147,10 @@ class Binding:
         """Refuse a call that would have to change a container, by number, which it has in several places."""
         if changes:
             self.given().refuse_shared([number for number, _ in changes], self.nodes())
+
+    def references(self) -> list[Any]:
+        """Return the mutable arrays that the function can reach."""
+        return [v for v in jax.tree.leaves([self.leaves, self.constants]) if _compat_jit.is_reference(v)]
 
     def signature(self) -> Hashable:
         """Return what else a program depends on: shapes, dtypes, shardings in types, and the settings of JAX."""

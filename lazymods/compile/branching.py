@@ -19,13 +19,9 @@ from lazymods._compat.tracing import aval_of
 from lazymods._counts import COUNTS
 from lazymods.compile.paths import Paths
 from lazymods.compile.placement import settled, stays_of
-from lazymods.compile.program import OtherSignatureError, signature_of
+from lazymods.compile.program import MoreReadError, OtherSignatureError, signature_of
 from lazymods.compile.records import Effects
 from lazymods.compile.trace import Body
-
-
-class MoreReadError(Exception):
-    """A new path has read more of an object than is part of the program's key: the call is to start anew (private)."""
 
 
 class _Present(threading.local):

@@ -16,6 +16,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from flax import nnx
 
 from lazymods._objects.attributes import slots_of
 from lazymods._objects.module_attributes import attribute
@@ -225,6 +226,9 @@ class Captures:
 
     def sees_order(self, nodes: Iterable[Any]) -> bool:
         """Whether the function, or a method of these objects, may ask for attributes in their order."""
+        nodes = list(nodes)
+        if any(isinstance(node, (nnx.Dict, nnx.Rngs)) for node in nodes):  # to go through one is to ask for them
+            return True
         methods = itertools.chain.from_iterable(map(functions_of, {type(node) for node in nodes}))
         asked = (global_names(function.__code__) for function in (*self.functions, *methods))
         return not {"vars", "__dict__"}.isdisjoint(itertools.chain.from_iterable(asked))

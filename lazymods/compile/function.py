@@ -45,7 +45,7 @@ from lazymods._snapshot import Snapshot
 from lazymods.compile.arguments import Arguments, Splitter
 from lazymods.compile.before import all_or_nothing
 from lazymods.compile.binding import Binding, kind_of_input
-from lazymods.compile.branching import BranchingProgram, MoreReadError
+from lazymods.compile.branching import BranchingProgram
 from lazymods.compile.call_plan import CallPlan, FastPath, fast_path_of
 from lazymods.compile.captures import Captures
 from lazymods.compile.checking import checked
@@ -55,7 +55,7 @@ from lazymods.compile.explain import TraceKey, facts_of, named, note_path, note_
 from lazymods.compile.given import Given
 from lazymods.compile.outside import refuse_leaks
 from lazymods.compile.paths import NoPathError
-from lazymods.compile.program import OtherSignatureError, Program, compile_body
+from lazymods.compile.program import MoreReadError, OtherSignatureError, Program, compile_body
 from lazymods.compile.records import Effects
 from lazymods.compile.replay import EffectsReplay
 from lazymods.compile.sizing import has_optimizer, size
@@ -110,8 +110,8 @@ class JitFunction(Staged, Generic[P, R]):
         self._situations: collections.deque[TraceKey] = collections.deque(maxlen=_KEPT_SITUATIONS)
         named = function if hasattr(function, "__name__") else type(function)
         functools.update_wrapper(self, named, updated=())
-        if named is function:  # its attributes, but not ours, which it has if it was made of a function of lm.jit
-            vars(self).update({k: v for k, v in getattr(function, "__dict__", {}).items() if k not in vars(self)})
+        if named is function:  # its attributes, but not ours: those of lm.jit, or of the same name
+            vars(self).update({k: v for k, v in getattr(function, "__dict__", {}).items() if not hasattr(self, k)})
         self.__wrapped__ = function
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JitFunction[P, R]:
@@ -289,7 +289,7 @@ class JitFunction(Staged, Generic[P, R]):
     def _plainly(self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do a call for which there can be no program."""
         run = functools.partial(self._function, *args, **kwargs)
-        return all_or_nothing(run, self._bind(arguments, whole=True).reach, arguments.given())
+        return all_or_nothing(run, self._bind(arguments, whole=True))
 
     def _note_sorted(self, key: Any, after: Binding) -> None:
         """Let models whose attributes a call has sorted, as transforms of NNX do, have the program of that call."""
@@ -375,8 +375,8 @@ class JitFunction(Staged, Generic[P, R]):
         """
         try:
             return self._make_once(arguments, call)
-        except (HiddenModelError, TraceContextError):  # raised by a Variable that no input holds
-            if not self._looks_further(call):
+        except (MoreReadError, HiddenModelError, TraceContextError) as error:  # the last: of a Variable of no input
+            if not (isinstance(error, MoreReadError) or self._looks_further(call)):
                 raise
         return self.make(arguments, self._bind(arguments))
 
@@ -391,8 +391,9 @@ class JitFunction(Staged, Generic[P, R]):
         whole = self._bind(arguments, whole=True) if call.captured.has_objects else call
         body = self._body(arguments, whole)
         program = compile_body(body, whole.leaves, donate=self._donate and call.executing)
+        program.can_be_kept &= not arguments.statics or arguments.keeps_statics()
         refuse_leaks(body.own_trace, self.name, program.tape, body)
-        check_constants(self.name, program.tape.constants, whole.constants)
+        check_constants(self.name, program.tape.constants, whole.captured)
         if whole is not call or call.lazy:
             call = self._bind(arguments)
         targets = [*body.targets, *(target for target, _ in body.adopted)]
@@ -408,10 +409,11 @@ class JitFunction(Staged, Generic[P, R]):
             if call.lazy or not call.executing:
                 raise
         call = self._bind(arguments)
-        check = functools.partial(check_constants, self.name, known=call.constants)
-        program = BranchingProgram(call.leaves, len(call.targets), self.max_paths, self.name, self._note_path, check)
+        check = functools.partial(check_constants, self.name, captured=call.captured)
+        noted = functools.partial(note_path, self.name)
+        program = BranchingProgram(call.leaves, len(call.targets), self.max_paths, self.name, noted, check)
         program.at = call.numbers_of(dict(enumerate(call.targets)))
-        program.is_hopeless = any(_compat_jit.is_reference(v) for v in jax.tree.leaves([call.leaves, call.constants]))
+        program.is_hopeless = bool(call.references())
         return program, call
 
     def make_sized(self, arguments: Arguments, call: Binding) -> tuple[Program, Binding]:
@@ -445,9 +447,6 @@ class JitFunction(Staged, Generic[P, R]):
 
     def _body_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Body:
         return self._body(*self.bind(args, kwargs))
-
-    def _note_path(self) -> None:
-        note_path(self.name)
 
     def _run(self, plan: CallPlan, call: Binding, arguments: Arguments) -> tuple[Effects, Sequence[Any]]:
         leaves = plan.leaves(list(call.values))

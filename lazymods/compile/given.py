@@ -170,6 +170,14 @@ def _with_parts(value: Any, before: Sequence[tuple[Any, Any]], parts: list[Any])
     return jax.tree.structure(value, is_leaf=lambda v: v is not value).unflatten(parts)
 
 
+def _are_same(before: Sequence[Any], after: Sequence[Any]) -> bool:
+    """Whether a pytree has the parts that it had; some classes make containers of them each time they are asked."""
+    return len(before) == len(after) and all(
+        a is b or (type(a) is type(b) and _children(a) is not None and _are_same(_values(a), _values(b)))
+        for a, b in zip(before, after, strict=True)
+    )
+
+
 class Given:
     """The containers among the arguments of one call, in a fixed order, and what they held.
 
@@ -213,7 +221,7 @@ class Given:
             LazyError: If a pytree of another class does.
         """
         for path, value, before in self._others:
-            if not is_same(before, _values(value)):
+            if not _are_same(before, _values(value)):
                 raise LazyError(
                     Problem(
                         path,

@@ -25,7 +25,7 @@ from lazymods._compat import tracing as _compat_tracing
 from lazymods.compile.program import OtherSignatureError, Program, getter, has_repeats
 
 _settings, _call, _is, _ref = _compat_tracing.settings, operator.call, operator.is_, weakref.ref
-_ARRAY = _compat_jit.ARRAY
+_ARRAY, _PRNG_IMPL = _compat_jit.ARRAY, _compat_jit.PRNG_IMPL
 _exhaust = collections.deque(maxlen=0).extend
 _FEW = 8  # one new array in so many is looked at here; more cost jax.jit less, unless they stay
 _SMALL = 1 << 16  # bytes of an array of which a copy on a mesh may be kept
@@ -163,7 +163,7 @@ class Launcher:
     """
 
     __slots__ = (
-        *("_chances", "_donates", "_first", "_fixed", "_inputs"),
+        *("_chances", "_donates", "_first", "_fixed", "_impl", "_inputs"),
         *("_program", "_ready", "_state", "_suspect", "_writes"),
     )
 
@@ -172,6 +172,7 @@ class Launcher:
         self._inputs, self._state = range(inputs), range(inputs, leaves)
         self._fixed = set(self._state) - set(writes)
         self._ready: _Ready | None = None  # replaced as a whole: other threads may be using it
+        self._impl: str = _PRNG_IMPL.value  # jax.jit itself does not see another one
         self._chances = _CHANCES
         self._first: int | None = None  # after a call with too many new arrays: the number of one,
         self._suspect: Any = _nothing  # and the array itself: if the next call has it again, they are kept
@@ -188,6 +189,8 @@ class Launcher:
         Raises:
             OtherSignatureError: If the program is for other leaves or another setting of JAX.
         """
+        if _PRNG_IMPL.value != self._impl:
+            raise OtherSignatureError
         ready = self._ready
         if ready is None:
             ready = self._learn(leaves, None)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from jax.core import Trace, Tracer
 
+from lazymods import _compat
 from lazymods._errors import LazyError, Problem
 from lazymods._objects.reached import MISSING, global_names, in_cell, is_library
 from lazymods._objects.tokens import TokenKind, kind_of
@@ -44,20 +45,21 @@ class _Holder(NamedTuple):
     thing: Any
     contents: Any
 
-    def restore(self) -> bool:
-        """Let it hold what it held if a tracer was put in; return whether that was so."""
+    def restore(self, trace: Any) -> bool:
+        """Let it hold what it held if an array of a trace was put in; return whether that was so."""
         is_class = isinstance(self.thing, type)
         now = dict(vars(self.thing)) if is_class else contents_of(self.thing)
         before = {id(v) for v in _values(self.contents)}
-        if not any(isinstance(v, Tracer) and id(v) not in before for v in _values(now)):
+        leaks = {id(v) for v in _values(now) if id(v) not in before and _leaks(v, trace)}
+        if not leaks:
             return False
         if not is_class:
             refill(held_by(self.thing), self.contents)
             return True
         for name, value in now.items():
-            if isinstance(value, Tracer) and name in self.contents:
+            if id(value) in leaks and name in self.contents:
                 setattr(self.thing, name, self.contents[name])
-            elif isinstance(value, Tracer):
+            elif id(value) in leaks:
                 delattr(self.thing, name)
         return True
 
@@ -75,23 +77,34 @@ class _FunctionHolder:
         self._names = [(vars(function), dict(vars(function)), None)]
         self._names += [(known, {name: known[name] for name in named & known.keys()}, named)]
 
-    def restore(self) -> bool:
-        """Let it hold what it held where a tracer was put in; return whether that was so."""
+    def restore(self, trace: Any) -> bool:
+        """Let it hold what it held where an array of a trace was put in; return whether that was so."""
         leaks = False
         for cell, before in self._cells:
             now = in_cell(cell)
-            if isinstance(now, Tracer) and now is not before:
+            if now is not before and _leaks(now, trace):
                 leaks = True
                 cell.cell_contents = before
                 if before is MISSING:
                     del cell.cell_contents
         for held, was, names in self._names:
             for name in list(held) if names is None else names & held.keys():
-                if isinstance(held[name], Tracer) and held[name] is not was.get(name):
+                if held[name] is not was.get(name) and _leaks(held[name], trace):
                     leaks = True
                     del held[name]
                     held |= {name: was[name]} if name in was else {}
         return leaks
+
+
+def _leaks(value: Any, trace: Any) -> bool:
+    """Whether a value is an array of a trace, or holds one, as in ``log.append((step, loss))``.
+
+    What another thread traces may be there meanwhile: copies, in attributes of modules and classes.
+    """
+    if isinstance(value, Tracer):
+        return True
+    tracers = (thing for thing in all_within((value,)) if isinstance(thing, Tracer))
+    return gc.is_tracked(value) and any(any(part is trace for part in gc.get_referents(t)) for t in tracers)
 
 
 def _values(contents: Any) -> Iterable[Any]:
@@ -119,7 +132,7 @@ def leaving_alone(reached: Iterable[tuple[str, Any]], nodes: Iterable[Any]) -> I
         LazyError: If it stored one; what the containers held is restored then.
         ArgumentError: If it used up an iterator.
     """
-    reached, nodes = list(reached), list(nodes)
+    reached, nodes, trace = list(reached), list(nodes), _compat.current_trace()
     holders = _holders(reached)
     objects = [*nodes, *(holder.thing for holder in holders)]
     classes = {cls: None for thing in objects for cls in type(thing).__mro__ if not is_library(cls.__module__)}
@@ -131,7 +144,7 @@ def leaving_alone(reached: Iterable[tuple[str, Any]], nodes: Iterable[Any]) -> I
     try:
         yield {id(holder.thing) for holder in holders}
     finally:
-        names += [holder.name for holder in holders if holder.restore()]
+        names += [holder.name for holder in holders if holder.restore(trace)]
     if names:
         raise _stores(", ".join(names))
     for name, iterator, was in iterators:

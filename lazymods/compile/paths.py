@@ -86,9 +86,12 @@ class _TraceBranch:
         return [*self.results(values + self.fixed if self.fixed else values)]
 
     def decide(self, values: list[Any]) -> tuple[Any, Any]:
-        """Return what Python gets of the value asked for, and what tells it from others."""
+        """Return what Python gets of the value asked for, be it an error, and what tells it from others."""
         assert self.asked is not None
-        value = self.convert(values[self.asked])
+        try:
+            value = self.convert(values[self.asked])
+        except (ValueError, OverflowError) as error:  # int() of nan or infinity, which the function may catch
+            return error.with_traceback(None), repr(error)
         return value, (np.asarray(value).tobytes() if self.convert is _raw else value)
 
 
@@ -286,7 +289,10 @@ class _Recording:
             answer = self._follow(cell, convert) if self._asked < self._known else self._branch(cell, convert)
             self._answers[cell, convert] = answer
             self._asked += 1
-        return self._answers[cell, convert]
+        answer = self._answers[cell, convert]
+        if isinstance(answer, Exception):
+            raise type(answer)(*answer.args)  # another one each time: its traceback holds what is traced
+        return answer
 
     def _is_own(self, value: Any) -> bool:
         return isinstance(value, tracing.Recorded) and value.recording is self

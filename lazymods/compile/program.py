@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 from jax.core import eval_jaxpr
+from jax.extend.core import Literal
 
 from lazymods import _compat
 from lazymods._compat import jit as _compat_jit
@@ -28,13 +29,17 @@ from lazymods._counts import COUNTS
 from lazymods._recording import inside
 from lazymods.compile.placement import Placement, Stay, placement_of, sharding_in, spec_of, stays_of
 from lazymods.compile.records import Effects
-from lazymods.compile.trace import Body, is_beside
+from lazymods.compile.trace import Body, Place, is_beside
 
 _PLACEMENTS = 16  # executables that a program keeps
 
 
 class OtherSignatureError(Exception):
     """The program was called with leaves, or under settings of JAX, that it was not traced with (private)."""
+
+
+class MoreReadError(Exception):
+    """A trace has read more of an object than was known to be read: the call is to start anew (private)."""
 
 
 class Tape:
@@ -91,6 +96,15 @@ class Tape:
 class Program:
     """A compiled function of flat arrays, at one signature.
 
+    Args:
+        tape: How it computes them.
+        record: What the function does besides.
+        takes: See below.
+        inputs: How many leaves it takes.
+        donate: Those that are donated, by number.
+        stays: Outputs that take the place of a leaf.
+        anyones: Leaves, by number, that are not known from the call before: arguments, and arrays in attributes.
+
     Attributes:
         record: What the function does besides computing arrays.
         launch: Does the same as calling the program, and returns the outputs alone.
@@ -116,6 +130,7 @@ class Program:
         inputs: int,
         donate: Sequence[int],
         stays: Sequence[Stay] = (),
+        anyones: Sequence[int] = (),
     ) -> None:
         self.tape: Tape = tape
         self.record: Effects = record
@@ -138,7 +153,7 @@ class Program:
             self._run: Any = jax.jit(self._divided, donate_argnums=(0,))
             self.launch = self._launch_donating
             kinds = [(v.aval.shape, v.aval.dtype) for v in tape.invars]
-            self._twins = [(a, d) for a in range(inputs - len(takes)) for d in donate if kinds[a] == kinds[d]]
+            self._twins = [(a, d) for a in anyones for d in donate if a != d and kinds[a] == kinds[d]]
         else:
             self._run = jax.jit(self._flat)
             self.launch = self._launch_and_wait if self.calls_python else self._launch if stays else self._run
@@ -203,8 +218,8 @@ class Program:
         )
 
     def donates_input(self, leaves: Sequence[Any]) -> bool:
-        """Whether an array that is donated is an argument of the call as well."""
-        return any(leaves[argument] is leaves[donated] for argument, donated in self._twins)
+        """Whether an array that is donated is also where anyone may put one: in an argument, or an attribute."""
+        return any(leaves[place] is leaves[donated] for place, donated in self._twins)
 
     def executable(self, leaves: Sequence[Any]) -> _compat_jit.Executable | None:
         """Return what is compiled for these leaves, with its arguments in this order; see ``executable_of``."""
@@ -286,6 +301,9 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
 
     Returns:
         The program. If the body initialized a lazy layer, the program takes the new values after the leaves.
+
+    Raises:
+        MoreReadError: If the body has read what nobody saw; from now on all counts as read.
     """
     start, settings = time.perf_counter(), _compat_jit.trace_context()
     closed = jax.make_jaxpr(body)(list(leaves))
@@ -295,6 +313,9 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     flat = [len(jax.tree.leaves(leaf)) for leaf in leaves]
     starts = list(itertools.accumulate(flat, initial=0))
     takes = body.kept
+    if len(takes) < len(body.targets) and _uses_others(closed.jaxpr, body, starts):
+        body.count_all_as_read()
+        raise MoreReadError
     taken = [*range(body.inputs), *(body.inputs + target for target in takes)]
     places = [place for leaf in taken for place in range(starts[leaf], starts[leaf + 1])]
     begins = [*itertools.accumulate((flat[leaf] for leaf in taken), initial=0)]
@@ -315,7 +336,7 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     unchanged = record.find_unchanged(outs, ins, input_of_target)
     avals = [v.aval for v in outs]
     pairs = [(input_of_target.get(target), out.number) for target, out in record.writes]
-    targets = dict(enumerate(body.targets))
+    targets = dict(enumerate([*body.targets, *(target for target, _ in body.adopted)]))
     own = [not is_beside(targets.get(target)) for target, _ in record.writes]  # theirs may be held elsewhere
     kept = [pair for n, pair in enumerate(pairs) if n not in unchanged and own[n]]
     tape.keep(record.drop_writes(unchanged))
@@ -323,9 +344,22 @@ def compile_body(body: Body, leaves: Sequence[Any], *, donate: bool = False) -> 
     if donate and None not in inputs and not inside.jaxpr_calls_python(closed):  # else it may fail half way
         donated = sorted({i for i, o in kept if i is not None and ins[i].aval == avals[o]})
     stays = stays_of(record, held, [v.aval for v in ins], tape.out_avals())
-    program = Program(tape, record, takes, len(ins), donated, stays)
+    first = len(ins) - len(takes)  # where nothing tells of writes, beside arguments:
+    anyones = [*range(first), *(n for n, target in enumerate(takes, first) if isinstance(targets[target], Place))]
+    program = Program(tape, record, takes, len(ins), donated, stays, anyones)
     program.can_be_kept = program.can_be_kept and _compat_jit.trace_context() == settings
     return program
+
+
+def _uses_others(jaxpr: Any, body: Body, starts: Sequence[int]) -> bool:
+    """Whether outputs depend on a target that nobody was seen to read, as by ``object.__getattribute__``."""
+    kept = {*range(body.inputs), *(body.inputs + target for target in body.kept)}
+    used = {v for v in jaxpr.outvars if not isinstance(v, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not used.isdisjoint(eqn.outvars):
+            used.update(v for v in eqn.invars if not isinstance(v, Literal))
+    others = (n for n in range(len(starts) - 1) if n not in kept)
+    return any(jaxpr.invars[place] in used for n in others for place in range(starts[n], starts[n + 1]))
 
 
 def _with_inputs_for(closed: Any, constants: Sequence[int]) -> Any:

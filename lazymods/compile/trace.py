@@ -183,6 +183,11 @@ class Body:
         self.adopted: list[tuple[Any, Any]] = []
         self.has_read_more: bool = False
 
+    def count_all_as_read(self) -> None:
+        """From now on let all of an object count as read."""
+        if self._reads is not None:
+            self._reads.widen()
+
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Run the function on these leaves; return the arrays that it returned, then those that it wrote."""
         leaves = [_compat_jit.wrap_key(v, self._impls[i]) if i in self._impls else v for i, v in enumerate(leaves)]

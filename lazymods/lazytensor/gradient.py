@@ -69,6 +69,8 @@ def value_and_grad(f: Callable[..., Any], argnums: Any = 0, *, has_aux: bool = F
         (2, 1)
     """
     refuse_uncallable("lm.lazytensor.value_and_grad", f)
+    if isinstance(argnums, list):  # as nnx.value_and_grad takes it; part of a key here
+        argnums = tuple(argnums)
 
     @functools.wraps(f)
     def compute(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +106,8 @@ class _Call:
 
     def run(self, argnums: Any, has_aux: bool) -> Any:
         tree = (self.tree, repr(self.tree))  # which tells True from 1 in the static fields of pytrees
-        key = (self.looked.key, tree, self.fixed, self.held, self.graph, self.structure, argnums, has_aux)
+        impl = jax.config.jax_default_prng_impl  # type: ignore[attr-defined]  # in no key of jax.jit
+        key = (self.looked.key, tree, self.fixed, self.held, self.graph, self.structure, argnums, has_aux, impl)
         program = _programs.get(key)
         if program is _NONE:
             raise _NoProgramError

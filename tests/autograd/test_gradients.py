@@ -197,6 +197,8 @@ def test_a_partial_function_and_arguments_by_keyword_alone() -> None:
     assert_same(lm.autograd.grad(functools.partial(scaled, scale=3.0))(Net(), X), want)
     assert_same(lm.autograd.grad(functools.partial(scaled, x=X, scale=3.0))(Net()), want)
     assert_same(lm.autograd.value_and_grad(by_keyword)(Net())[1], want)
+    assert_same(lm.autograd.grad(by_keyword)(Net(), x=X), want)
+    assert_same(lm.autograd.grad(by_keyword)(Net(), scale=6.0), jax.tree.map(lambda g: 2 * g, want))
 
 
 def test_what_else_a_function_returns_is_handed_on() -> None:

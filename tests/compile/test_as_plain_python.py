@@ -413,3 +413,34 @@ def test_a_function_that_asks_for_attributes_in_their_order(f: Any) -> None:
         np.testing.assert_array_equal(g(compiled), f(plain))
         params = [[n for n in vars(m) if not n.startswith("_")] for m in (compiled, plain)]
         assert params[0] == params[1]
+
+
+class Named(nnx.Module):
+    def __init__(self) -> None:
+        self.parts = nnx.Dict(c=nnx.Param(jnp.array(1.0)), a=nnx.Param(jnp.array(2.0)), b=nnx.Param(jnp.array(3.0)))
+
+
+def items_and_sorted(model: Named) -> jax.Array:
+    y = jnp.array(1.0)
+    for part in model.parts.values():
+        y = y * 2 + part[...]
+    nnx.grad(lambda m: m.parts.a[...] * m.parts.b[...])(model)
+    return y
+
+
+def keys_and_sorted(rngs: nnx.Rngs) -> jax.Array:
+    keys = [rngs[name]() for name in rngs]
+    nnx.jit(lambda rngs: None)(rngs)
+    return jax.random.key_data(keys[0])
+
+
+def test_a_function_that_goes_through_streams_in_their_order() -> None:
+    plain, compiled, g = nnx.Rngs(b=1, a=2), nnx.Rngs(b=1, a=2), lm.jit(keys_and_sorted)
+    for _ in range(3):
+        np.testing.assert_array_equal(g(compiled), keys_and_sorted(plain))
+
+
+def test_a_function_that_goes_through_a_dict_of_flax_in_its_order() -> None:
+    plain, compiled, g = Named(), Named(), lm.jit(items_and_sorted)
+    assert [float(g(compiled)) for _ in range(3)] == [float(items_and_sorted(plain)) for _ in range(3)] == [19, 23, 23]
+    assert list(compiled.parts) == list(plain.parts) == ["a", "b", "c"]

@@ -233,3 +233,23 @@ def test_two_threads_find_the_same_path() -> None:
     for number in range(2, 40):
         f(jnp.int32(number))
         assert int(model["a" if number % 2 else "b"][...]) == 10 * number
+
+
+def rounded(x: jax.Array) -> Any:
+    y = x * 2
+    try:
+        n = int(y)
+    except (ValueError, OverflowError) as error:
+        return x * 0 + 1, type(error).__name__
+    return y + n, n
+
+
+def test_a_number_that_python_can_not_make_is_a_decision() -> None:
+    f = lm.jit(rounded)
+    for _ in range(2):
+        for number in (float("nan"), 2.0, float("inf"), 3.0):
+            got, want = f(jnp.float32(number)), rounded(jnp.float32(number))
+            np.testing.assert_array_equal(got[0], want[0])
+            assert got[1] == want[1]
+    with pytest.raises(ValueError, match="NaN"):
+        lm.jit(lambda x: int(x * 2))(jnp.float32(float("nan")))

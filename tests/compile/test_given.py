@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import sys
 import threading
 from collections import OrderedDict, defaultdict
@@ -307,3 +308,62 @@ def test_no_other_thread_finds_a_container_empty_whose_items_are_sorted() -> Non
         sys.setswitchinterval(before)
     assert found == {30}
     assert list(held) == names
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["x", "y"], meta_fields=[])
+@dataclasses.dataclass
+class Batch:
+    """Looks at its parts when it is made."""
+
+    x: jax.Array
+    y: jax.Array
+
+    def __post_init__(self) -> None:
+        if self.x.shape[0] != self.y.shape[0]:
+            raise ValueError("x and y are of different lengths")
+
+
+@jax.tree_util.register_pytree_node_class
+class Packed:
+    """Packs its parts each time that it is taken apart."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        self.x, self.y = x, y
+
+    def tree_flatten(self) -> tuple[Any, None]:
+        return ({"x": self.x}, [self.y]), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, parts: Any) -> "Packed":
+        return cls(parts[0]["x"], *parts[1])
+
+
+@pytest.mark.parametrize("cls", [Batch, Packed])
+@pytest.mark.parametrize("decides", [False, True])
+def test_pytrees_that_look_at_their_parts_or_pack_them(cls: Any, decides: bool) -> None:
+    @lm.jit
+    def f(pair: Any) -> Any:
+        return cls(pair.x * 2, pair.y) if not decides or pair.x.sum() > 0 else pair
+
+    x, y = jnp.ones((2, 3)), jnp.arange(2.0)
+    for sign in (1, -1, 1):
+        out = f(cls(sign * x, y))
+        np.testing.assert_array_equal(out.x, sign * x * (1 if decides and sign < 0 else 2))
+        np.testing.assert_array_equal(out.y, y)
+
+
+class Options:
+    scale = 1.0
+
+
+def test_an_object_that_is_a_static_argument_is_written_to_at_every_call() -> None:
+    @lm.jit(static_argnames="options")
+    def f(x: jax.Array, options: Options) -> jax.Array:
+        options.scale = 3.0
+        return x * options.scale
+
+    options = Options()
+    for _ in range(2):
+        for _ in range(3):
+            assert float(f(jnp.ones(()), options)) == options.scale == 3
+        del options.scale

@@ -94,3 +94,37 @@ def test_an_array_of_an_inner_trace_that_is_stored_is_refused(inner: str, place:
     assert kept() == LAST == "before"
     stores = False
     np.testing.assert_allclose(lm.jit(step)(model, X), step(model, X), rtol=1e-6)
+
+
+class Stats:
+    """Has a class to which functions write."""
+
+    last: Any = "before"
+
+
+def in_a_list(kept: list[Any], y: Any) -> None:
+    kept.append({"loss": (y, 1)})
+
+
+def in_a_global_list(kept: list[Any], y: Any) -> None:
+    global LAST
+    LAST = [y]
+
+
+def in_a_class(kept: list[Any], y: Any) -> None:
+    Stats.last = (y,)
+
+
+@pytest.mark.parametrize("store", [in_a_list, in_a_global_list, in_a_class])
+def test_what_holds_an_array_of_the_trace_is_taken_back(store: Callable[[list[Any], Any], None]) -> None:
+    model, kept, stats = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), ["before"], Stats()
+
+    @lm.jit
+    def f(x: jax.Array) -> Any:
+        y = model(x).sum()
+        store(kept, y)
+        return y, stats.last
+
+    with pytest.raises(lm.LazyError, match="stores an array there"):
+        f(X)
+    assert (kept, LAST, Stats.last) == (["before"], "before", "before")

@@ -2,6 +2,7 @@
 
 import contextvars
 import threading
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -380,3 +381,62 @@ def test_parameters_made_in_a_trace_are_inputs_of_its_program() -> None:
     model.last.kernel[...] *= 0
     close(call(model, X), jnp.zeros((2, 2)))
     assert call.cache_info().currsize == 1
+
+
+@pytest.mark.parametrize("form", ["plain", "decides", "inside"])
+def test_new_keys_are_of_the_implementation_that_is_set(form: str) -> None:
+    def f(x: jax.Array) -> jax.Array:
+        return jax.random.key(1) if form != "decides" or x.sum() > 0 else jax.random.key(2)
+
+    g = lm.jit(f)
+    call = lm.jit(lambda x: g(x)) if form == "inside" else g
+    for impl in ("threefry2x32", "rbg", "threefry2x32", "rbg"):
+        with jax.default_prng_impl(impl):
+            for _ in range(3):
+                assert call(X).dtype == jax.random.key(1).dtype
+    assert call.cache_info().currsize == 2
+
+
+class Averaged:
+    def __init__(self) -> None:
+        self.scale, self.average, self.more = nnx.Param(jnp.zeros(3)), jnp.ones(3), {"last": jnp.ones(3)}
+
+
+def test_an_array_of_an_object_may_be_the_state_that_is_donated() -> None:
+    held = Averaged()
+
+    @lm.jit(donate_state=True)
+    def step() -> jax.Array:
+        held.scale[...] += 1
+        return (held.average + held.more["last"]).sum()
+
+    got = []
+    for i in range(6):
+        got.append(float(step()))
+        if i == 2:
+            held.average = held.scale[...]
+        if i == 4:
+            held.more["last"] = held.scale[...]
+    assert got == [6, 6, 6, 12, 12, 24]
+    assert held.average.tolist() == [3] * 3 and held.more["last"].tolist() == [5] * 3
+
+
+@pytest.mark.parametrize("kind", ["dict", "list", "object"])
+def test_an_array_of_a_model_in_a_container_is_a_constant(kind: str) -> None:
+    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    first = model.kernel[...]
+    held: Any = {"dict": {"w": first}, "list": [(None, [first])], "object": types.SimpleNamespace(w=first)}[kind]
+    f = lm.jit(lambda x: model(x) + x @ jax.tree.leaves(vars(held) if kind == "object" else held)[-1])
+    for _ in range(2):
+        close(f(X), model(X) + X @ first)
+        model.kernel[...] *= 2
+
+
+def test_attributes_of_a_function_do_not_hide_what_lm_jit_has() -> None:
+    def double(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    double.bind = double.lower = double.note = "its own"  # type: ignore[attr-defined]
+    f: Any = lm.jit(double)
+    close(f(X), X * 2)
+    assert f.note == "its own" and len(f.lower(X).jaxpr.jaxpr.eqns) > 0

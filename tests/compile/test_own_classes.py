@@ -1,9 +1,11 @@
 """Classes of the user's own: their types, static fields, containers and what those have besides items."""
 
 import collections
+import copy
 import decimal
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -270,3 +272,29 @@ def test_an_inner_function_shares_a_variable(shared: bool) -> None:
     for _ in range(2):
         np.testing.assert_allclose(outer(model, X), options.model(X), rtol=1e-6)
         assert (options.model.bias is model.bias) is shared
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "pickled state": lambda options: types.SimpleNamespace(**options.__getstate__()),
+    "around its class": lambda options: types.SimpleNamespace(
+        model=object.__getattribute__(options, "model"), scale=object.__getattribute__(options, "scale")
+    ),
+}
+
+
+@pytest.mark.parametrize("make", COPIES.values(), ids=COPIES)
+def test_what_is_read_of_an_object_in_c_is_seen(make: Callable[[Any], Any]) -> None:
+    options = Options()
+
+    def f(x: jax.Array) -> jax.Array:
+        own = make(options)
+        return own.model(x) * own.scale
+
+    g = lm.jit(f)
+    for change in ({}, {"scale": 5.0}, {"model": nnx.Linear(3, 2, rngs=nnx.Rngs(1))}):
+        vars(options).update(change)
+        want = options.model(X) * options.scale
+        assert np.abs(want).sum() > 0
+        np.testing.assert_allclose(g(X), want, rtol=1e-5)

@@ -328,3 +328,25 @@ def test_cached_partial_of_arrays_and_inside_of_another_function() -> None:
     plus = lm.jit(lambda a, b: a + b)
     _ = plus(x, x), plus(x, x)
     assert cached_partial(plus, x)(x).tolist() == [[2, 2]]
+
+
+class Counts(nnx.Module):
+    def __init__(self) -> None:
+        self.raw = nnx.data(jax.new_ref(jnp.zeros(2)))
+        self.variable = nnx.Variable(jnp.zeros(2), ref=True)
+
+
+def test_a_call_that_fails_leaves_mutable_arrays_as_they_were() -> None:
+    counts, own = Counts(), jax.new_ref(jnp.zeros(2))
+
+    @lm.jit
+    def f(counts: Counts, own: Any, x: jax.Array) -> None:
+        counts.raw[...] = counts.variable[...] = own[...] = x
+        if x.sum() > 0:
+            raise ValueError("positive")
+
+    with pytest.raises(ValueError, match="positive"):
+        f(counts, own, jnp.ones(2))
+    assert lists(counts.raw, counts.variable, own) == [[0, 0]] * 3
+    f(counts, own, -jnp.ones(2))
+    assert lists(counts.raw, counts.variable, own) == [[-1, -1]] * 3

@@ -235,3 +235,19 @@ def test_static_arguments_are_no_arguments_of_what_is_exported(n: Any) -> None:
     for exported in (export(call, model, X, n, a=2.0, b=1.0), export(call, model, X, n=n, b=1.0, a=2.0)):
         back = jax.export.deserialize(bytearray(exported))
         np.testing.assert_allclose(back.call(X, a=2.0, b=1.0), want, rtol=1e-6)
+
+
+def difference(a: float = 0.0, b: float = 0.0) -> Any:
+    return a - b
+
+
+@functools.wraps(difference)
+def in_order(**numbers: Any) -> Any:
+    return difference(*numbers.values())
+
+
+def test_a_wrapper_may_see_the_order_of_keywords_that_what_it_wraps_does_not() -> None:
+    f = lm.jit(in_order)
+    for _ in range(2):
+        assert float(f(a=1.0, b=2.0)) == -1
+        assert float(f(b=2.0, a=1.0)) == 1

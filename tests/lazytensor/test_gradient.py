@@ -80,9 +80,9 @@ def test_arrays_argnums_and_aux():
         return (a * b).sum(), a + b
 
     b = jnp.ones((4, 6)) * 2
-    for where in (lt.lazy(), lt.lazy(max_ops=1)):
+    for where, argnums in ((lt.lazy(), (0, 1)), (lt.lazy(max_ops=1), [0, 1])):
         with where:
-            (value, aux), (da, db) = lt.value_and_grad(f, argnums=(0, 1), has_aux=True)(X, b)
+            (value, aux), (da, db) = lt.value_and_grad(f, argnums=argnums, has_aux=True)(X, b)
         np.testing.assert_allclose(value, (X * b).sum(), atol=1e-5)
         np.testing.assert_array_equal(aux, X + b)
         np.testing.assert_array_equal(da, b)
@@ -289,3 +289,12 @@ def test_what_a_function_returns_besides_is_what_it_is(kind, rate, block):
                 jax.tree.map(np.testing.assert_array_equal, nnx.state([one]), nnx.state([two]))
             else:
                 assert one is two or (type(one) is type(two) and one == two)
+
+
+def test_new_keys_are_of_the_implementation_that_is_set():
+    def loss(x):
+        return (x * jax.random.normal(jax.random.key(0), x.shape)).sum()
+
+    for impl in ("threefry2x32", "rbg", "threefry2x32"):
+        with jax.default_prng_impl(impl):
+            np.testing.assert_allclose(lt.value_and_grad(loss)(X)[1], jax.grad(loss)(X))
