@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -85,8 +86,9 @@ def _wait_at_exit() -> None:
 
 
 def _wait_for_all() -> None:
-    for save in list(_UNFINISHED):
-        save.wait()
+    with contextlib.ExitStack() as waiting:  # also for those after one that has failed
+        for save in list(_UNFINISHED):
+            waiting.callback(save.wait)
 
 
 def check_target(path: Path) -> None:
@@ -132,14 +134,12 @@ def begin_orbax(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Mappi
     check_target(path)
     import orbax.checkpoint as ocp
 
-    from lazymods._compat import values as _compat_values
-
     if not arrays:
         got = "nothing: the state has no array and no number"
         needed = "an array: Orbax stores no folder without one"
         raise CheckpointError(Problem(printable(path.name), got, needed, _as_npz(path)))
-    known = {name: _for_all(_compat_values.known(array, "save")) for name, array in arrays.items()}
-    tree = _nested(known | {key: texts_as_array(texts) for key, texts in notes.items()})
+    written = {name: _for_all(array) for name, array in arrays.items()}
+    tree = _nested(written | {key: texts_as_array(texts) for key, texts in notes.items()})
     work = None
     _WRITING.acquire()  # until the folder is written, in the background as well
     try:

@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 
 import lazymods as lm
+from lazymods.state import orbax_saving
 from lazymods.state.files import replacing
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "fuzz"))
@@ -343,3 +344,37 @@ def test_without_an_exchange_readers_and_the_next_save_find_the_old(
     replacing.sweep(path)
     assert os.listdir(tmp_path) == ["m"]
     assert value_at(path) == 2.0
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_folder_that_this_user_may_write_to_and_not_list(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save is not failed by what comes after it is in its place."""
+
+    def refusing(ordinary: Any) -> Any:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(path, int) and Path(os.fsdecode(path)) == tmp_path:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return ordinary(path, *args, **kwargs)
+
+        return call
+
+    for name in ("open", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    for value in (1.0, 2.0):
+        lm.save(model(value), tmp_path / f"m{suffix}")
+        assert value_at(tmp_path / f"m{suffix}") == value
+
+
+def test_all_saves_are_waited_for_after_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of the program, which must not end before the others are there."""
+
+    def fail(work: Any) -> None:
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(orbax_saving._Work, "put_in_place", fail)
+    saves = [lm.save(model(1.0), tmp_path / f"m{i}", wait=False) for i in range(3)]
+    with pytest.raises(lm.SaveError):
+        orbax_saving._wait_for_all()
+    assert all(save is not None and save.done for save in saves) and not orbax_saving._UNFINISHED
