@@ -37,8 +37,14 @@ class PendingSave:
 
     def _finish(self, checkpointer: Any, work: _Work, path: Path) -> None:
         try:
-            checkpointer.wait_until_finished()
-            work.put_in_place()
+            with contextlib.ExitStack() as ending:
+                ending.callback(work.close)
+                ending.callback(_WRITING.release)
+                try:
+                    checkpointer.wait_until_finished()
+                finally:
+                    checkpointer.close()  # which raises once more what the save has failed by
+                work.put_in_place()
         except LazyError as error:
             self._error = error
         except Exception as error:
@@ -46,10 +52,6 @@ class PendingSave:
             self._error.__cause__ = error
         except BaseException as error:
             self._error = error
-        finally:
-            checkpointer.close()
-            _WRITING.release()
-            work.close()
 
     @property
     def done(self) -> bool:

@@ -246,6 +246,10 @@ def _sweep_room(folder: Path, path: Path) -> None:
     lock = _is_dead(folder / _LOCK)
     if lock is None:
         with contextlib.suppress(OSError):
+            names = os.listdir(folder)
+            if kind_of(folder / _LOCK) == "nothing":  # it goes last: threads of a save wrote on after it
+                for name in [name for name in names if name.startswith(_NEW)]:
+                    _remove(folder / name)
             os.rmdir(folder)  # killed before it had a lock in it; fails if anything is in it
         return
     try:

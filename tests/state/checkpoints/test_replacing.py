@@ -378,3 +378,32 @@ def test_all_saves_are_waited_for_after_one_that_failed(tmp_path: Path, monkeypa
     with pytest.raises(lm.SaveError):
         orbax_saving._wait_for_all()
     assert all(save is not None and save.done for save in saves) and not orbax_saving._UNFINISHED
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # see above
+@pytest.mark.parametrize("limit", [0, 60, 150])
+def test_a_folder_whose_descriptions_find_no_room(limit: int, tmp_path: Path) -> None:
+    """Orbax raises again when it is closed: the next save waited for ever, and the rooms stayed."""
+    lm.save(model(1.0), tmp_path / "m")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(lm.SaveError, match="File too large"):
+            lm.save(model(2.0), tmp_path / "m")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        is_held = orbax_saving._WRITING.locked()
+        if is_held:
+            orbax_saving._WRITING.release()
+    assert not is_held and value_at(tmp_path / "m") == 1.0
+    lm.save(model(3.0), tmp_path / "m")
+    assert value_at(tmp_path / "m") == 3.0 and os.listdir(tmp_path) == ["m"]
+
+
+def test_what_is_written_into_a_room_after_its_end_goes(tmp_path: Path) -> None:
+    room, others = tmp_path / f".m.{'a' * 16}.lazymods", tmp_path / f".m.{'b' * 16}.lazymods"
+    for folder, name in ((room, "new.orbax-checkpoint-tmp"), (others, "notes")):
+        (folder / name / "d").mkdir(parents=True)
+        (folder / name / "d" / "file").write_text("x")
+    lm.save(model(1.0), tmp_path / "m")
+    assert sorted(os.listdir(tmp_path)) == [others.name, "m"]
