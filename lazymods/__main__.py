@@ -12,14 +12,14 @@ import io
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from lazymods._errors import CheckpointError, harmless, short_dtype
 from lazymods._tables import Table, columns
 from lazymods.state.files.opening import read_checkpoint
-from lazymods.state.files.stored import Checkpoint, StoredTensor, check_booleans, printable
+from lazymods.state.files.stored import Array, Checkpoint, StoredTensor, check_booleans, printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,12 +66,19 @@ def _read_all(checkpoint: Checkpoint) -> Checkpoint:
     """
     checkpoint.check_sums()
     for name, tensor in checkpoint.tensors.items():
-        if isinstance(tensor, StoredTensor):
-            checkpoint.check_unpacked([tensor])
-            values = tensor.read()
+        for values in _pieces(checkpoint, tensor) if isinstance(tensor, StoredTensor) else ():
             check_booleans(tensor.file, name, values)
             values.reshape(-1).view(np.uint8).max(initial=0) if values.flags.c_contiguous else values.tobytes()
     return checkpoint
+
+
+def _pieces(checkpoint: Checkpoint, tensor: StoredTensor) -> Iterable[Array]:
+    """Return the values of a tensor; those of a packed one, or their bytes, by pieces, one of which is in memory."""
+    pieces: Callable[[], Iterable[Array]] | None = getattr(tensor.source, "pieces", None)
+    if pieces is not None:
+        return pieces()
+    checkpoint.check_unpacked([tensor])
+    return [tensor.read()]
 
 
 def _table(checkpoint: Checkpoint) -> Table:

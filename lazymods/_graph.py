@@ -104,8 +104,8 @@ def _kind_of_type(cls: type) -> NodeKind | None:
         return ARRAY
     if issubclass(cls, MutableMapping):
         return MAPPING
-    if issubclass(cls, (list, tuple)):
-        return SEQUENCE
+    if issubclass(cls, (list, tuple)):  # those of the interpreter, as of time.gmtime(), hold more than their items
+        return OTHER if hasattr(cls, "n_sequence_fields") else SEQUENCE
     if issubclass(cls, _LEAVES):
         return OTHER
     # tracers and Variables of hijax answer for what they stand for, as their metaclasses see it

@@ -95,7 +95,4 @@ class Snapshot:
         for container, contents in self._containers:
             refill(container, contents)
         for variable, cls, raw, metadata in self._variables:
-            if isinstance(variable, _compat.REFERENCES):
-                variable.set_raw_value(raw)  # of hijax: all else of it stays
-            else:
-                _compat.write_variable(variable, cls, raw, metadata)
+            _compat.write_variable(variable, cls, raw, metadata)

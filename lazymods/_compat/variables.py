@@ -78,6 +78,9 @@ def raw_values(variables: Any) -> list[Any]:
 
 def write_variable(variable: Any, cls: type, raw: Any, metadata: dict[str, Any]) -> None:
     """Set class, value and metadata of a Variable, from whatever trace is current."""
+    if not issubclass(type(variable), nnx.Variable):  # one of hijax, or a tracer of one: all else of it stays
+        variable.set_raw_value(raw)
+        return
     SET_RAW(variable, raw)
     _set_metadata(variable, metadata)
     object.__setattr__(variable, "__class__", cls)

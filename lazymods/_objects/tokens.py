@@ -129,6 +129,11 @@ def attributes_now(value: Any) -> Hashable:
     return tuple((name, token(held)) for name, held in Attributes(value).items())
 
 
+def made_as(queue: Any) -> Hashable:
+    """Return what a queue is besides its items: how many it may have, or of which type they are."""
+    return getattr(queue, "maxlen", None), getattr(queue, "typecode", None)
+
+
 def token_now(value: Any) -> Hashable:
     """Return the token of an atom, with its attributes if its class gives it some."""
     return (token(value), attributes_now(value)) if isinstance(value, _BUILTIN_VALUES) else token(value)

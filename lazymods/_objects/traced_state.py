@@ -39,6 +39,7 @@ from lazymods._objects.tokens import (
     can_change,
     content,
     kind_of,
+    made_as,
     token,
     token_now,
 )
@@ -248,7 +249,7 @@ class TracedState:
     def _visit_container(self, node: Any, kind: TokenKind, contents: Any, path: tuple[Any, ...]) -> None:
         """Note what a container is besides its items, and what its items are found by."""
         if kind is TokenKind.QUEUE:
-            self._emit((getattr(node, "maxlen", None), getattr(node, "typecode", None)), path)
+            self._emit(made_as(node), path)
         if kind is TokenKind.SET:
             self._emit(frozenset(map(token, contents)), path)
         if isinstance(node, collections.defaultdict):

@@ -41,6 +41,7 @@ from lazymods._objects.tokens import (
     can_change,
     content,
     kind_of,
+    made_as,
     token,
     token_now,
 )
@@ -480,7 +481,7 @@ def _names_in(value: Any, kind: TokenKind) -> Hashable:
         case TokenKind.SET:
             return frozenset(map(token, value))
         case TokenKind.QUEUE:
-            return getattr(value, "maxlen", None), getattr(value, "typecode", None)
+            return made_as(value)
         case TokenKind.METHOD:
             return SameObject(value.__func__)
     return ()

@@ -13,14 +13,7 @@ from jax.sharding import NamedSharding
 
 from lazymods import _compat, _graph
 from lazymods._error_lists import cause_of
-from lazymods._errors import (
-    LazyError,
-    Problem,
-    StateDictError,
-    UninitializedError,
-    describe,
-    located,
-)
+from lazymods._errors import LazyError, Problem, StateDictError, UninitializedError, describe, located
 from lazymods._graph import LOCAL, MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
 from lazymods._initial import placement, shards
 from lazymods._layer import blocks, contexts, held, lifecycle, param_dtypes, stacks, structure
@@ -239,6 +232,7 @@ def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[
 
 def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, strict: bool) -> None:
     problems = [*origin.problems, *plan.problems]
+    lengths = missing_entries.Lengths(plan.given, plan.places)
     if strict:
         missing = [name for name in result.missing if not origin.may_miss(name)]
         known = origin.why_missing(missing)
@@ -246,7 +240,6 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
         usual = (f"no entry in {origin.name}", line)
         shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if missing else {}
         options = missing_entries.Options(plan.survey, shapes, result.unexpected)
-        lengths = missing_entries.Lengths(plan.given, plan.places)
         for name in missing:
             got, line = known.get(name) or missing_entries.cause_of(plan.places, name, shapes) or usual
             if line is usual[1]:
@@ -261,17 +254,18 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
             line = known_line or lengths.line_for(name) or line
             got += " that the model has no parameter for"
             problems.append(Problem(name, got, "only entries of the model", line))
+    if not problems and not plan.uninitialized:
+        return
     heading = _heading(plan.model, origin)
-    cause = _cause(result, origin)
+    cause = _cause(result, origin) or lengths.cause([*result.missing, *result.unexpected])
     if cause is not None:
         heading += f"\n  cause:  {cause[0]}\n  write:  {cause[1]}"
     heading += "".join(f"\n  note:   {remark}" for remark in origin.remarks)
     if plan.uninitialized:
         raise UninitializedError(*plan.uninitialized, *problems, heading=heading)
-    if problems:
-        error = StateDictError(*problems, heading=heading)
-        error.missing, error.unexpected, error.mismatched = result
-        raise error
+    error = StateDictError(*problems, heading=heading)
+    error.missing, error.unexpected, error.mismatched = result
+    raise error
 
 
 def _head_line(plan: LoadPlan, name: str) -> str | None:

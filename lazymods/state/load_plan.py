@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from lazymods import _compat, _graph
 from lazymods._errors import Problem, describe, located, short_dtype
-from lazymods._graph import OTHER, STATE, Path, dotted, kind_of
+from lazymods._graph import NODE, OTHER, STATE, Path, dotted, kind_of
 from lazymods._initial.keys import is_key
 from lazymods._initial.stacking import Shape
 from lazymods._layer import held as _held
@@ -154,7 +154,10 @@ class LoadPlan:
 
     def misfit(self, place: Place, array: Any, dtype: Any, reason: str) -> Problem:
         """Return the problem of an array that cannot be cast."""
-        line = f"array.astype({np.dtype(dtype).name!r})  # or another dtype that casts to it"
+        line = f"array.astype({np.dtype(array.dtype).name!r})  # of what is in the model, before the load"
+        is_float = isinstance(place.owner, nnx.Param) and jnp.issubdtype(array.dtype, jnp.floating)
+        if is_float and self.dtype is not None and str(self.dtype) != "file":
+            line = 'dtype="file"  # each parameter gets the dtype that it has there'
         return Problem(self.where(place), describe(array), reason, line)
 
     def problem(self, place: Place, got: str, needed: str, write: str) -> None:
@@ -251,12 +254,13 @@ def _ties_agree(plan: LoadPlan, found: list[Place], given: Mapping[str, Any]) ->
         if _graph.is_placeholder(a) or _graph.is_placeholder(b):
             continue
         if not same_values(a, b) and not same_numbers(a, b):
-            plan.problem(
-                other,
-                f"another value than {first.name}, to which it is tied in the model",
-                "one value for what is one parameter",
-                f"state.pop({other.name!r})  # or an equal entry",
-            )
+            needed, line = "one value for what is one parameter", f"state.pop({other.name!r})  # or an equal entry"
+            if not other.is_variable and kind_of(other.holder) is not NODE:  # trees of JAX, which once were equal
+                key = other.name.partition(".")[0]
+                needed = "one value for what is one and the same dict, list or array"
+                line = f"state[{key!r}] = jax.tree.map(copy.copy, state[{key!r}])  # its own, before the load"
+            got = f"another value than {first.name}, to which it is tied in the model"
+            plan.problem(other, got, needed, line)
             return False
     return True
 
@@ -326,7 +330,8 @@ def _array_for(plan: LoadPlan, place: Place, value: Any, current: Any) -> Any:
         needed, line = "an array of numbers", f"state[{place.name!r}] = jnp.asarray(value)"
         got = f"a value of type {type(value).__name__}"
         if hasattr(value, "shape"):  # such as a masked array, or a sparse tensor
-            line = f"state[{place.name!r}] = np.asarray(array)  # a plain one, with a number in each place"
+            made = "array.filled(0)" if isinstance(value, np.ma.MaskedArray) else "np.asarray(array)"
+            line = f"state[{place.name!r}] = {made}  # a plain one, with a number in each place"
         elif type(value) is int:
             got, needed = describe(value), "a number of at most 64 bits: an array has no longer ones"
         plan.problem(place, got, needed, line)

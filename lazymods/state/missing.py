@@ -6,9 +6,10 @@ layer of a language model whose file has it only once, as the embedding that it 
 
 from __future__ import annotations
 
+import collections
 import functools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -152,23 +153,37 @@ class Lengths:
         self._names = in_file, in_model
 
     @functools.cached_property
-    def _found(self) -> list[dict[tuple[str, str], set[int]]]:
-        """The numbers in the names of each side, by what stands before and after them."""
-        found: list[dict[tuple[str, str], set[int]]] = [{}, {}]
+    def _found(self) -> list[dict[str, set[int]]]:
+        """The numbers in the names of each side, by what stands before them."""
+        found: list[dict[str, set[int]]] = [{}, {}]
         for numbers, names in zip(found, self._names, strict=True):
             for name in names:
                 for number in _NUMBER.finditer(name):
-                    around = name[: number.start()], name[number.end() :]
-                    numbers.setdefault(around, set()).add(int(number[0]))
+                    numbers.setdefault(name[: number.start()], set()).add(int(number[0]))
         return found
+
+    def cause(self, names: Sequence[str]) -> tuple[str, str] | None:
+        """Say once that most of some entries are of one such list, and what to write."""
+        found = collections.Counter(filter(None, map(self._list_of, names)))
+        for (where, theirs, ours), count in found.most_common(1):
+            if 2 * count > len(names):
+                return f"{theirs} layers in {where!r} of the file, {ours} in the model's", f"n_layers = {theirs}"
+        return None
 
     def line_for(self, name: str) -> str | None:
         """Return the line for an entry of such a list; None if it is of none."""
+        found = self._list_of(name)
+        if found is None:
+            return None
+        where, theirs, ours = found
+        return f"n_layers = {theirs}  # of {where}: the file has {theirs}, the model {ours}"
+
+    def _list_of(self, name: str) -> tuple[str, int, int] | None:
+        """Return the list of another length that an entry is of: its name, its length in the file and in the model."""
         for number in _NUMBER.finditer(name):
-            around = name[: number.start()], name[number.end() :]
-            theirs, ours = (numbers.get(around, set()) for numbers in self._found)
+            before = name[: number.start()]
+            theirs, ours = (numbers.get(before, set()) for numbers in self._found)
             are_whole = theirs == set(range(len(theirs))) and ours == set(range(len(ours)))
-            if theirs and ours and are_whole:
-                where = around[0].rstrip(".") or "layers"
-                return f"n_layers = {len(theirs)}  # of {where}: the file has {len(theirs)}, the model {len(ours)}"
+            if theirs and ours and are_whole and int(number[0]) not in theirs & ours:
+                return before.rstrip(".") or "layers", len(theirs), len(ours)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -36,8 +37,14 @@ class PendingSave:
 
     def _finish(self, checkpointer: Any, work: _Work, path: Path) -> None:
         try:
-            checkpointer.wait_until_finished()
-            work.put_in_place()
+            with contextlib.ExitStack() as ending:
+                ending.callback(work.close)
+                ending.callback(_WRITING.release)
+                try:
+                    checkpointer.wait_until_finished()
+                finally:
+                    checkpointer.close()  # which raises once more what the save has failed by
+                work.put_in_place()
         except LazyError as error:
             self._error = error
         except Exception as error:
@@ -45,10 +52,6 @@ class PendingSave:
             self._error.__cause__ = error
         except BaseException as error:
             self._error = error
-        finally:
-            checkpointer.close()
-            _WRITING.release()
-            work.close()
 
     @property
     def done(self) -> bool:
@@ -85,8 +88,9 @@ def _wait_at_exit() -> None:
 
 
 def _wait_for_all() -> None:
-    for save in list(_UNFINISHED):
-        save.wait()
+    with contextlib.ExitStack() as waiting:  # also for those after one that has failed
+        for save in list(_UNFINISHED):
+            waiting.callback(save.wait)
 
 
 def check_target(path: Path) -> None:
@@ -132,14 +136,12 @@ def begin_orbax(path: Path, arrays: Mapping[str, Any], notes: Mapping[str, Mappi
     check_target(path)
     import orbax.checkpoint as ocp
 
-    from lazymods._compat import values as _compat_values
-
     if not arrays:
         got = "nothing: the state has no array and no number"
         needed = "an array: Orbax stores no folder without one"
         raise CheckpointError(Problem(printable(path.name), got, needed, _as_npz(path)))
-    known = {name: _for_all(_compat_values.known(array, "save")) for name, array in arrays.items()}
-    tree = _nested(known | {key: texts_as_array(texts) for key, texts in notes.items()})
+    written = {name: _for_all(array) for name, array in arrays.items()}
+    tree = _nested(written | {key: texts_as_array(texts) for key, texts in notes.items()})
     work = None
     _WRITING.acquire()  # until the folder is written, in the background as well
     try:

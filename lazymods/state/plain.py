@@ -6,8 +6,9 @@ an entry of its own: ``run_name.json``, as the implementation of a random key st
 
 from __future__ import annotations
 
+import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -41,6 +42,31 @@ def stored(name: str, value: Any) -> tuple[str, Any] | None:
         array = as_array(value)
         return None if array is None or not is_storable(array.dtype) else (name, array)
     return None
+
+
+_OF_DTYPES = {**dict.fromkeys("USOV", "tolist()"), **dict.fromkeys("Mm", "astype(np.int64)")}
+_OF_DTYPES |= {"f": "astype(np.float64)", "c": "astype(np.complex128)"}  # of more than 64 bits a part
+_OF_TYPES: tuple[tuple[type, str], ...] = (
+    (enum.Enum, "{}.value"),
+    (str, "str({})"),
+    (bytes, "bytes({})"),
+    (int, "int({})"),
+    (float, "float({})"),
+    (Set, "sorted({})"),
+    (Sequence, "list({})"),
+    (np.ma.MaskedArray, "dict(values={0}.filled(0), mask=np.ma.getmaskarray({0}))"),
+)
+
+
+def line_for(value: Any) -> str:
+    """Return what to write for a value that no file can hold, where a state has it."""
+    if callable(value) or isinstance(value, jax.ShapeDtypeStruct):
+        return "del state[name]"
+    if isinstance(value, (np.ndarray, np.generic)) and not isinstance(value, np.ma.MaskedArray):
+        kind = None if is_storable(value.dtype) else _OF_DTYPES.get(value.dtype.kind)
+        return f"state[name] = state[name].{kind}" if kind else "state[name] = np.asarray(state[name])"
+    made = next((made for cls, made in _OF_TYPES if isinstance(value, cls)), "str({})")
+    return f"state[name] = {made.format('state[name]')}"
 
 
 def _encoded(value: Any) -> Array:

@@ -61,14 +61,30 @@ def _leaves(value: Any) -> Iterator[tuple[Path, Any]]:
 
 def _is_static(value: Any, name: str, held: Any) -> bool:
     """Whether flattening hands an attribute on: another value in its place is seen there."""
-    mark = object()
+    mark, own = object(), structure_of(value)
     marked = {MAPPING: {"mark": mark}, SEQUENCE: [mark] if isinstance(held, list) else (mark,)}
-    try:
-        probe = with_fields(value, {name: marked.get(kind_of(held), mark)})
-        handed_on = structure_of(probe).node_data()[1]
-    except Exception:  # a class that takes no other value there
-        return False
-    return handed_on is probe or _holds(handed_on, mark)
+    for other in (marked.get(kind_of(held), mark), _another(held)):
+        try:
+            probe = with_fields(value, {name: other})
+            found = structure_of(probe)
+            handed_on = found.node_data()[1]
+            if handed_on is probe or _holds(handed_on, mark):
+                return True
+            is_alike = kind_of(held) is not ARRAY and found.num_leaves == own.num_leaves and own == structure_of(value)
+            if is_alike and found != own:  # it hands on what it makes of it
+                return True
+        except Exception:  # a class that takes no other value there, or none of another type
+            continue
+    return False
+
+
+def _another(held: Any) -> Any:
+    """Return another number or text of the same type; anything else as it is."""
+    if isinstance(held, str):
+        return f"{held}x"
+    if isinstance(held, bytes):
+        return held + b"x"
+    return type(held)(held == 0) if is_number(held) else held
 
 
 def _holds(data: Any, mark: Any) -> bool:

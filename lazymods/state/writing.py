@@ -91,7 +91,8 @@ def save(
     suffix = named if named in writers else target.suffix  # what a link leads to may have any name
     if suffix and suffix not in writers:
         needed = "a path that ends with .safetensors or .npz, or without a suffix, for an Orbax folder"
-        write = f"lm.save(model, {str(target.with_suffix('.safetensors'))!r})"
+        bare = target if suffix[1:].isdecimal() else target.with_suffix("")  # run_0.1 and run_0.2 are two names
+        write = f"lm.save(model, {f'{bare}.safetensors'!r})"
         raise wrong_argument("lm.save: path", path, needed, write)
     if suffix and not wait:
         needed = "a path without a suffix: wait=False is for Orbax folders"
@@ -111,13 +112,13 @@ def save(
     weak = {name: v.dtype.name for name, v in values.items() if is_weak(v)}
     notes = {key: texts for key, texts in ((ALIASES, aliases), (WEAK, weak)) if texts}
     title = f"saving {printable(target.name)}"
+    known = {name: _known(value) for name, value in values.items()}
     if suffix:
-        known = {name: _known(value) for name, value in values.items()}
         with telling(title, sum(value.nbytes for value in known.values())) as advance:
             writers[suffix](target, known, notes, advance)
         return None
     with _told(target), telling(title):
-        pending = begin_orbax(target, values, notes)
+        pending = begin_orbax(target, known, notes)
         if wait:
             pending.wait()
     return None if wait else pending
@@ -197,18 +198,18 @@ def _collect(
         aliases.pop(name, None)
         held = plain.stored(name, unwrapped(value))
         needed = "an array, a random key, a number or a text: a file holds nothing else"
-        line = "state[name] = jnp.asarray(state[name])"
+        line = plain.line_for(unwrapped(value))
         if not _is_text(name):
             got, needed, line = describe(value), "a name that UTF-8 can hold", "state[other_name] = state.pop(name)"
         elif held is None:
             got = _with_its_type(value)
         elif held[0] != name and held[0] in entries:
-            got = f"{describe(value)}, beside an entry {held[0]}"
+            got, line = f"{describe(value)}, beside an entry {held[0]}", "state[other_name] = state.pop(name)"
         else:
             values[held[0]] = held[1]
             continue
         where = printable(f"{path.name}: {name}")
-        line = f"{line}  # or del state[name], before lm.save(state, path)"
+        line = line if line.startswith("del") else f"{line}  # or del state[name], before lm.save(state, path)"
         problems.append(Problem(where, got, needed, line))
     return values, aliases, problems
 
@@ -246,10 +247,10 @@ def _format_problem(path: Path, suffix: str, name: str, value: Any) -> Problem |
         kind, is_held = "npz", is_name and not dtype.hasobject
     if is_held:
         return None
-    got = describe(value)
-    return Problem(
-        where, got, f"a name and a dtype that {kind} can hold", "array.astype(np.float32)  # or another name, or format"
-    )
+    line = "state[other_name] = state.pop(name)"
+    if kind == "safetensors":  # npz has its names and all dtypes
+        line = f"lm.save(model, {printable(str(path.with_suffix('.npz')))!r})"
+    return Problem(where, describe(value), f"a name and a dtype that {kind} can hold", line)
 
 
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:

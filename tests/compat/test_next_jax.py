@@ -6,7 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
+
+import lazymods as lm
+from lazymods import _compat
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -54,3 +58,12 @@ def test_what_has_no_public_way_says_name_and_versions() -> None:
     found = outcomes("jax._src.literals.TypedNdArray")["jax._src.literals.TypedNdArray"]
     assert found["lazy tensors"] == "refused"
     assert found["lm.jit"] == "told"
+
+
+def test_a_state_is_saved_without_what_only_lazy_tensors_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lazymods._compat.values", None)
+    monkeypatch.delitem(vars(_compat), "values", raising=False)
+    for suffix in (".safetensors", ".npz", ""):
+        lm.save({"a": jnp.ones(3)}, tmp_path / f"s{suffix}")
+        lm.load(state := {"a": jnp.zeros(3)}, tmp_path / f"s{suffix}")
+        assert state["a"].tolist() == [1, 1, 1]

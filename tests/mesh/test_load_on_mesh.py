@@ -353,11 +353,11 @@ def test_numbers_that_do_not_fit_are_found_in_their_parts(name: str, lazy: bool,
         f"fc1.bias ({'UninitializedParameter' if lazy else 'Param'})\n"
         "  got:    f32[32]\n"
         "  needed: numbers of a size that f16 has\n"
-        "  write:  array.astype('float16')  # or another dtype that casts to it\n"
+        "  write:  dtype=\"file\"  # each parameter gets the dtype that it has there\n"
         f"fc2.kernel ({'UninitializedParameter' if lazy else 'Param'})\n"
         "  got:    f32[32,16]\n"
         "  needed: numbers of a size that f16 has\n"
-        "  write:  array.astype('float16')  # or another dtype that casts to it"
+        "  write:  dtype=\"file\"  # each parameter gets the dtype that it has there"
     ), text
     assert lm.is_lazy(model.fc1) == lazy and all(a is before[n] for n, a in (arrays(model) if before else {}).items())
 

@@ -1,9 +1,11 @@
 """The full text of what ``load_state_dict`` says."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -98,14 +100,14 @@ TEXTS: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
         entries(kernel=jnp.ones((3, 4), jnp.complex64)),
         f"{heading('Linear')}\n"
         + part("kernel (Param)", "c64[3,4]", "a real array, for c64[3,4] would lose its imaginary part",
-               "array.astype('float32')  # or another dtype that casts to it"),
+               "array.astype('complex64')  # of what is in the model, before the load"),
     ),
     "range": (
         lambda: nnx.Dict(n=nnx.Param(jnp.zeros(2, jnp.int8))),
         {"n": np.array([1, 200])},
         f"{heading('Dict')}\n"
         + part("n (Param)", "i64[2]", "numbers from -128 to 127, for i8",
-               "array.astype('int8')  # or another dtype that casts to it"),
+               "array.astype('int64')  # of what is in the model, before the load"),
     ),
     "no-array": (
         linear,
@@ -321,8 +323,40 @@ def test_a_list_of_another_length_is_told(tmp_path: Path, in_file: int, in_model
     lm.save(net(in_file), tmp_path / "m.safetensors")
     with pytest.raises(lm.StateDictError) as caught:
         lm.load(net(in_model), tmp_path / "m.safetensors")
+    cause = f"  cause:  {in_file} layers in 'encoder.layers' of the file, {in_model} in the model's\n"
+    cause += f"  write:  n_layers = {in_file}\n"
+    assert str(caught.value).partition("\n")[2].startswith(cause)
     lines = {problem.write for problem in caught.value.problems}
     assert lines == {f"n_layers = {in_file}  # of encoder.layers: the file has {in_file}, the model {in_model}"}
     assert {problem.where.split(" ")[0] for problem in caught.value.problems} == {
         f"encoder.layers.{i}.{leaf}" for i in (2, 3) for leaf in ("kernel", "bias")
     }
+
+
+def test_an_entry_that_a_layer_lacks_is_no_list_of_another_length() -> None:
+    """Fewer layers would leave the file's own out."""
+    layers = nnx.List([nnx.Linear(3, 3, rngs=nnx.Rngs(i)) for i in range(3)])
+    given = lm.state_dict(nnx.Dict(layers=layers))
+    del given["layers.2.bias"]
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load_state_dict(nnx.Dict(layers=layers), given)
+    assert "n_layers" not in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [lambda: jnp.ones(2), lambda: np.ones(2), lambda: 1.0], ids=["jax", "numpy", "number"])
+def test_a_dict_that_is_in_two_places_gets_two_values_by_the_line(make: Callable[[], Any], tmp_path: Path) -> None:
+    """A target network begins as the very dict of the other's parameters, and is another one later."""
+
+    def begun() -> dict[str, Any]:
+        params = {"w": make(), "key": jax.random.key(0)}
+        return {"params": params, "run": [{"target": params}]}
+
+    trained = jax.tree.map(copy.copy, begun())
+    trained["run"][0]["target"]["w"] = trained["run"][0]["target"]["w"] * 3
+    lm.save(trained, tmp_path / "s.npz")
+    state = begun()
+    with pytest.raises(lm.StateDictError, match="one value for what is one and the same dict") as told:
+        lm.load(state, tmp_path / "s.npz")
+    exec(told.value.problems[0].write, {"state": state, "jax": jax, "copy": copy})
+    lm.load(state, tmp_path / "s.npz")
+    assert np.all(state["params"]["w"] == 1) and np.all(state["run"][0]["target"]["w"] == 3)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -332,8 +332,22 @@ def read_entry(path: Path, data: Array, entry: Entry, limit: int | None = None) 
     wanted = entry.size if limit is None else min(limit, entry.size)
     if not entry.compressed:
         return data[entry.begin : entry.begin + wanted]
+    out = empty((wanted,), data.dtype)
+    position = 0
+    for part in unpacked(path, data, entry, limit):
+        out[position : position + len(part)] = memoryview(part)
+        position += len(part)
+    return out
+
+
+def unpacked(path: Path, data: Array, entry: Entry, limit: int | None = None) -> Iterator[bytes]:
+    """Unpack an entry that is compressed, part by part, as :func:`read_entry` does.
+
+    Raises:
+        CheckpointError: If its bytes do not unpack to what the directory says.
+    """
+    wanted = entry.size if limit is None else min(limit, entry.size)
     raw = data[entry.begin : entry.begin + entry.stored]
-    out = empty((wanted,), raw.dtype)
     engine = zlib.decompressobj(-zlib.MAX_WBITS)
     position, crc, pending = 0, 0, raw.data
     try:
@@ -343,9 +357,9 @@ def read_entry(path: Path, data: Array, entry: Entry, limit: int | None = None) 
             pending = pending[used:]
             if not part and not used:
                 break
-            out[position : position + len(part)] = memoryview(part)
             position += len(part)
             crc = zlib.crc32(part, crc)
+            yield part
         more = limit is None and not engine.eof and engine.decompress(pending, 1)
     except zlib.error as error:
         raise refuse(path, f"bytes that do not unpack ({error})", "deflated bytes", tensor=entry.name) from error
@@ -354,4 +368,3 @@ def read_entry(path: Path, data: Array, entry: Entry, limit: int | None = None) 
         raise refuse(path, got, f"{entry.size:,} bytes, as the directory says", tensor=entry.name)
     if limit is None and crc != entry.crc:
         raise refuse(path, f"CRC {crc:08x}", f"{entry.crc:08x}: the bytes are damaged", tensor=entry.name)
-    return out

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,32 +34,85 @@ def read_json(
     Raises:
         CheckpointError: If it is no such JSON.
     """
-    escaped = b"\\u" in raw  # half of a pair can't be written in another way
-
-    def checked(pairs: list[tuple[str, Any]]) -> Any:
-        for text in itertools.chain.from_iterable(pairs) if escaped else ():
-            if isinstance(text, str):
-                text.encode()
-        out = dict(pairs)
-        if len(out) != len(pairs):
-            twice = _first_duplicate([name for name, _ in pairs])
-            raise refuse(file, f"a name that stands twice in {what}", "each name once", tensor=twice)
-        return out if short is None else short(out)
-
-    def constant(text: str) -> Any:
-        raise ValueError(f"{text} is no JSON")
-
     # what is parsed takes at most some times the text's size: names and texts are long, and containers few
     if _is_dense(raw, len(raw)) and _is_dense(_without_texts(raw), len(raw)):
         got = f"{what} of {len(raw):,} bytes that is made of {_parts_of(raw):,} parts"
         raise refuse(file, got, "names and texts mostly: parsed it would take many times its size", tensor=tensor)
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=checked, parse_constant=constant)
+        text = raw.decode("utf-8")
+        del raw  # a header may have 100 MB
+        return _Parser(file, text, what, short).parsed()
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:
         got = f"{what} that is no JSON ({printable(one_line(error))})"
         raise refuse(file, got, "JSON, in UTF-8", tensor=tensor) from error
+
+
+_BLANKS = r"[ \t\n\r]*"
+_BEGIN = re.compile(rf"\{{{_BLANKS}(\}}?){_BLANKS}")
+_COLON = re.compile(rf"{_BLANKS}:{_BLANKS}")
+_END = re.compile(rf"{_BLANKS}(?:,|(\}})){_BLANKS}")
+
+
+class _Parser:
+    """Parses a text, as :func:`read_json` says."""
+
+    def __init__(self, file: Path, text: str, what: str, short: Callable[[dict[str, Any]], Any] | None) -> None:
+        self._file, self._text, self._what, self._short = file, text, what, short
+        self._escaped = "\\u" in text  # half of a pair can't be written in another way
+        self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=_no_json)
+
+    def parsed(self) -> Any:
+        """Return what it says.
+
+        Raises:
+            ValueError: If it is no JSON.
+            CheckpointError: If a name stands in it twice.
+        """
+        if not self._text.startswith("{"):
+            return self._decoder.decode(self._text)
+        out: dict[str, Any] = {}
+        for name, value in self._items():
+            self._refuse_halves((name, value))
+            if name in out:
+                raise self._twice(name)
+            out[name] = value
+        return out if self._short is None else self._short(out)
+
+    def _items(self) -> Iterator[tuple[str, Any]]:
+        """Yield names and values of the outermost object: a list of a million takes more than what is made of them."""
+        text, read = self._text, self._decoder.raw_decode
+        at, end = _BEGIN.match(text), 0
+        while at is not None and not at[1]:
+            name, end = read(text, at.end())
+            colon = _COLON.match(text, end) if isinstance(name, str) else None
+            if colon is None:
+                raise json.JSONDecodeError("Expecting a name and ':' delimiter", text, at.end())
+            value, end = read(text, colon.end())
+            yield name, value
+            at = _END.match(text, end)
+        if at is None or at.end() != len(text):
+            raise json.JSONDecodeError("Expecting ',' delimiter", text, end)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> Any:
+        self._refuse_halves(itertools.chain.from_iterable(pairs))
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            raise self._twice(_first_duplicate([name for name, _ in pairs]))
+        return out if self._short is None else self._short(out)
+
+    def _refuse_halves(self, texts: Iterable[Any]) -> None:
+        for text in texts if self._escaped else ():
+            if isinstance(text, str):
+                text.encode()
+
+    def _twice(self, name: str) -> CheckpointError:
+        return refuse(self._file, f"a name that stands twice in {self._what}", "each name once", tensor=name)
+
+
+def _no_json(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
 
 
 def _is_dense(raw: bytes, length: int) -> bool:

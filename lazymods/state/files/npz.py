@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from lazymods._initial.stacking import Shape
 from lazymods._memory import ALIGNMENT
-from lazymods.state.files.archive import Entry, check_sum, check_sums, read_directory, read_entry
+from lazymods.state.files.archive import Entry, check_sum, check_sums, read_directory, read_entry, unpacked
 from lazymods.state.files.json_text import read_texts
 from lazymods.state.files.stored import (
     ALIASES,
@@ -135,8 +135,8 @@ def _tensor(path: Path, data: Array, name: str, header: _Header, entry: Entry, s
     return StoredTensor(name, header.shape, native, path, kind(path, data, entry, header, dtype))
 
 
-class _Packed(NamedTuple):
-    """The values of an entry that JAX can't take over as it lies in the file: here one that is compressed."""
+class _Copied(NamedTuple):
+    """The values of an entry that JAX can't take over as it lies in the file."""
 
     path: Path
     data: Array
@@ -152,7 +152,18 @@ class _Packed(NamedTuple):
         return array
 
 
-class _Unaligned(_Packed):
+class _Packed(_Copied):
+    """Those of an entry that is compressed."""
+
+    def pieces(self) -> Iterator[Array]:
+        """Return their bytes, or booleans, part by part, so that it takes no room to look at all of them."""
+        left, dtype = self.header.begin, np.bool_ if self.dtype == np.bool_ else np.uint8
+        for part in unpacked(self.path, self.data, self.entry):
+            yield np.frombuffer(part, dtype)[left:]
+            left = max(0, left - len(part))
+
+
+class _Unaligned(_Copied):
     """Those of an entry that is stored as it is, but not aligned, or in another order of axes or bytes."""
 
     def __call__(self) -> Array:

@@ -129,13 +129,14 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the system can."""
+    """Make the names in a folder durable, where the system can: what is in its place is there, durable or not."""
     if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with contextlib.suppress(OSError):  # a folder that this user may not list, or a file system without it
+            descriptor = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def _copy_permissions(old: Path, new: Path) -> None:
@@ -174,7 +175,8 @@ def _prefix(path: Path) -> str:
 def _temporaries(path: Path) -> list[Path]:
     """Return what saves of a path have beside it, finished or not."""
     pattern = re.compile(re.escape(_prefix(path)) + rf"[0-9a-f]{{{TOKEN_LENGTH}}}\.{_MARK}")
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path.parent) as entries:
+    unseen = (FileNotFoundError, NotADirectoryError, PermissionError)
+    with contextlib.suppress(*unseen), os.scandir(path.parent) as entries:
         return [Path(entry.path) for entry in entries if pattern.fullmatch(entry.name)]
     return []
 
@@ -244,6 +246,10 @@ def _sweep_room(folder: Path, path: Path) -> None:
     lock = _is_dead(folder / _LOCK)
     if lock is None:
         with contextlib.suppress(OSError):
+            names = os.listdir(folder)
+            if kind_of(folder / _LOCK) == "nothing":  # it goes last: threads of a save wrote on after it
+                for name in [name for name in names if name.startswith(_NEW)]:
+                    _remove(folder / name)
             os.rmdir(folder)  # killed before it had a lock in it; fails if anything is in it
         return
     try:

@@ -59,16 +59,13 @@ def open_safetensors(path: Path) -> Checkpoint:
         CheckpointError: If the file is not what its header says, or no safetensors file.
     """
     data = map_file(path)
-    header, start = _read_header(path, data)
-    metadata = _metadata(path, header.pop(METADATA, None))
+    tensors, start = _read_header(path, data)  # first of entries, then of what these say: there may be a million
+    metadata = _metadata(path, tensors.pop(METADATA, None))
     length = len(data) - start
-    tensors: dict[str, StoredTensor] = {}
-    spans = []
-    for name, entry in header.items():
-        begin, end, shape, dtype = _check_entry(path, name, entry, length)
+    for name, entry in tensors.items():
+        begin, _, shape, dtype = _check_entry(path, name, entry, length)
         tensors[name] = StoredTensor(name, shape, dtype, path, data, start + begin)
-        spans.append((begin, end, name))
-    _check_spans(path, spans, length)
+    _check_spans(path, tensors, start, length)
     aliases = {alias: kept for alias, kept in metadata.items() if kept in tensors and alias not in tensors}
     return Checkpoint(path, "safetensors", tensors, aliases, _weak(path, metadata), metadata)
 
@@ -98,10 +95,10 @@ def _read_header(path: Path, data: Array) -> tuple[dict[str, Any], int]:
         got = f"a header of {length:,} bytes by its first 8 bytes, in a file of {size:,} bytes"
         raise refuse(path, got, f"{limit}: the file is truncated, or no safetensors file")
     will_need(data, 8, 8 + length)
-    raw = data[8 : 8 + length].tobytes()
-    if not raw.startswith(b"{"):
-        raise refuse(path, f"a header {printable(repr(raw[:20]))}", "a JSON object of tensors, from its first byte on")
-    header = read_json(path, raw, "a header", short=_short)
+    begin = data[8 : 8 + min(length, 20)].tobytes()
+    if not begin.startswith(b"{"):
+        raise refuse(path, f"a header {printable(repr(begin))}", "a JSON object of tensors, from its first byte on")
+    header = read_json(path, data[8 : 8 + length].tobytes(), "a header", short=_short)
     if not isinstance(header, dict):
         raise refuse(path, "a header that is a tensor's entry", "a JSON object of such entries, by name")
     return header, 8 + length
@@ -167,15 +164,17 @@ def _whole_numbers(value: Any) -> bool:
     return isinstance(value, list) and all([type(d) is int and d >= 0 for d in value])
 
 
-def _check_spans(path: Path, spans: list[tuple[int, int, str]], length: int) -> None:
+def _check_spans(path: Path, tensors: Mapping[str, StoredTensor], start: int, length: int) -> None:
     """Refuse tensors that overlap or leave holes, by where each begins and ends among the data."""
-    position = 0
-    for begin, end, name in sorted(spans):
-        if begin != position:
-            what = "overlap those of another tensor" if begin < position else "leave a hole before them"
-            got = f"bytes {begin:,} to {end:,}, which {what}"
-            raise refuse(path, got, "tensors one after the other", tensor=name)
-        position = end
-    if position != length:
-        got = f"{length:,} bytes of data where the header describes {position:,}"
+    begins = np.fromiter((tensor.begin - start for tensor in tensors.values()), np.int64, len(tensors))
+    ends = begins + np.fromiter((tensor.nbytes for tensor in tensors.values()), np.int64, len(tensors))
+    order = np.lexsort((ends, begins))
+    positions = np.concatenate([[0], ends[order]])  # where one ends the next one begins
+    for i in np.flatnonzero(begins[order] != positions[:-1])[:1]:
+        begin, end = int(begins[order[i]]), int(ends[order[i]])
+        what = "overlap those of another tensor" if begin < positions[i] else "leave a hole before them"
+        got = f"bytes {begin:,} to {end:,}, which {what}"
+        raise refuse(path, got, "tensors one after the other", tensor=list(tensors)[order[i]])
+    if positions[-1] != length:
+        got = f"{length:,} bytes of data where the header describes {positions[-1]:,}"
         raise refuse(path, got, "no bytes but the tensors': the file is incomplete or has a tail")

@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 
 import lazymods as lm
+from lazymods.state import orbax_saving
 from lazymods.state.files import replacing
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "fuzz"))
@@ -343,3 +344,66 @@ def test_without_an_exchange_readers_and_the_next_save_find_the_old(
     replacing.sweep(path)
     assert os.listdir(tmp_path) == ["m"]
     assert value_at(path) == 2.0
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_folder_that_this_user_may_write_to_and_not_list(
+    tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save is not failed by what comes after it is in its place."""
+
+    def refusing(ordinary: Any) -> Any:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(path, int) and Path(os.fsdecode(path)) == tmp_path:
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return ordinary(path, *args, **kwargs)
+
+        return call
+
+    for name in ("open", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    for value in (1.0, 2.0):
+        lm.save(model(value), tmp_path / f"m{suffix}")
+        assert value_at(tmp_path / f"m{suffix}") == value
+
+
+def test_all_saves_are_waited_for_after_one_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at the end of the program, which must not end before the others are there."""
+
+    def fail(work: Any) -> None:
+        raise OSError(errno.EIO, "no")
+
+    monkeypatch.setattr(orbax_saving._Work, "put_in_place", fail)
+    saves = [lm.save(model(1.0), tmp_path / f"m{i}", wait=False) for i in range(3)]
+    with pytest.raises(lm.SaveError):
+        orbax_saving._wait_for_all()
+    assert all(save is not None and save.done for save in saves) and not orbax_saving._UNFINISHED
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # see above
+@pytest.mark.parametrize("limit", [0, 60, 150])
+def test_a_folder_whose_descriptions_find_no_room(limit: int, tmp_path: Path) -> None:
+    """Orbax raises again when it is closed: the next save waited for ever, and the rooms stayed."""
+    lm.save(model(1.0), tmp_path / "m")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(lm.SaveError, match="File too large"):
+            lm.save(model(2.0), tmp_path / "m")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        is_held = orbax_saving._WRITING.locked()
+        if is_held:
+            orbax_saving._WRITING.release()
+    assert not is_held and value_at(tmp_path / "m") == 1.0
+    lm.save(model(3.0), tmp_path / "m")
+    assert value_at(tmp_path / "m") == 3.0 and os.listdir(tmp_path) == ["m"]
+
+
+def test_what_is_written_into_a_room_after_its_end_goes(tmp_path: Path) -> None:
+    room, others = tmp_path / f".m.{'a' * 16}.lazymods", tmp_path / f".m.{'b' * 16}.lazymods"
+    for folder, name in ((room, "new.orbax-checkpoint-tmp"), (others, "notes")):
+        (folder / name / "d").mkdir(parents=True)
+        (folder / name / "d" / "file").write_text("x")
+    lm.save(model(1.0), tmp_path / "m")
+    assert sorted(os.listdir(tmp_path)) == [others.name, "m"]

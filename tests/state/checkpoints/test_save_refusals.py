@@ -1,7 +1,10 @@
 """What a save refuses by name, and what it does while another one is faster."""
 
+import collections
+import enum
 import os
 import shutil
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +230,73 @@ OF_OTHER_TYPES = {
 def test_the_type_is_told_where_it_is_the_reason(value: Any, got: str, tmp_path: Path) -> None:
     with pytest.raises(lm.CheckpointError, match=rf"got:    {got}\n  needed: an array, a random key, a number or "):
         lm.save({"v": value}, tmp_path / "s.npz")
+
+
+# ---------------------------------------------------------------- lines to write
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+class Level(enum.IntEnum):
+    LOW = 4
+
+
+WITH_A_LINE: dict[str, tuple[Any, Any]] = {
+    "enumeration": (Colour.RED, "red"),
+    "number of one's own": (Whole(4), 4),
+    "whole numbers by name": (Level.LOW, 4),
+    "path": (Path("a/b"), "a/b"),
+    "fraction": (Fraction(1, 3), "1/3"),
+    "set": ({2, 1}, [1, 2]),
+    "queue": (collections.deque([1, 2], maxlen=2), [1, 2]),
+    "range": (range(2), [0, 1]),
+    "bytes": (bytearray(b"ab"), [97, 98]),
+    "moments": (np.array(["1970-01-03"], "M8[D]"), [2]),
+    "texts": (np.array(["a", "b"]), ["a", "b"]),
+    "records": (np.array([(1, 2.0)], [("a", "i4"), ("b", "f8")]), [(1, 2.0)]),
+    "long double": (np.longdouble(1.5), 1.5),
+}
+
+
+@pytest.mark.parametrize(("value", "wanted"), WITH_A_LINE.values(), ids=WITH_A_LINE)
+def test_the_line_to_write_for_a_value_works(value: Any, wanted: Any, tmp_path: Path) -> None:
+    state = {"v": value}
+    with pytest.raises(lm.CheckpointError) as told:
+        lm.save(state, tmp_path / "s.npz")
+    exec(told.value.problems[0].write, {"state": state, "name": "v", "np": np})
+    got = state["v"].tolist() if isinstance(state["v"], (np.ndarray, np.generic)) else state["v"]
+    assert got == wanted
+    lm.save(state, tmp_path / "s.npz")
+
+
+def test_the_line_for_a_mask_keeps_it(tmp_path: Path) -> None:
+    state = {"v": np.ma.masked_array([1, 2], [False, True])}
+    with pytest.raises(lm.CheckpointError) as told:
+        lm.save(state, tmp_path / "s.npz")
+    exec(told.value.problems[0].write, {"state": state, "name": "v", "np": np})
+    lm.save(state, tmp_path / "s.npz")
+    assert np.load(tmp_path / "s.npz")["v.mask"].tolist() == [False, True]
+
+
+@pytest.mark.parametrize("value", [1 + 2j, np.ones(2, ml_dtypes.int4), np.ones(2, np.complex128)])
+def test_what_safetensors_lacks_is_saved_by_the_line(value: Any, tmp_path: Path) -> None:
+    """Floats in its place would be other numbers, or of another type."""
+    state = {"v": value}
+    with pytest.raises(lm.CheckpointError) as told:
+        lm.save(state, tmp_path / "s.safetensors")
+    exec(told.value.problems[0].write, {"model": state, "lm": lm})
+    fresh = {"v": type(value)(0) if isinstance(value, complex) else np.zeros_like(value)}
+    lm.load(fresh, tmp_path / "s.npz")
+    assert np.array_equal(fresh["v"], value) and type(fresh["v"]) is type(value)
+
+
+def test_names_that_end_in_a_number_stay_apart(tmp_path: Path) -> None:
+    """One of two would take the other's place."""
+    lines = []
+    for name in ("run_0.1", "run_0.2"):
+        with pytest.raises(ValueError, match="without a suffix") as told:
+            lm.save({"v": 1}, tmp_path / name)
+        lines.append(told.value.problems[0].write)  # type: ignore[attr-defined]
+    assert lines == [f"lm.save(model, {str(tmp_path / f'run_0.{i}.safetensors')!r})" for i in (1, 2)]

@@ -127,3 +127,37 @@ def test_an_array_in_a_static_field_comes_back(tmp_path: Path) -> None:
 def test_what_else_is_static_is_no_entry() -> None:
     state = {"run": Run(jnp.ones(2), (print, optax.sgd(0.1), None, jnp.float32))}
     assert list(lm.state_dict(state)) == ["run.weight"]
+
+
+HANDED_ON = {
+    "as another type": (float, lambda aux: aux, 3.0, 5.0),
+    "as bytes": (str.encode, bytes.decode, "old", "new"),
+    "computed": (lambda held: held + 0, lambda aux: aux, 3, 5),
+    "in an object": (Settings, lambda aux: aux.rate, 3.0, 5.0),
+}
+
+
+@pytest.mark.parametrize(("give", "take", "old", "new"), HANDED_ON.values(), ids=HANDED_ON)
+def test_what_a_class_makes_of_a_field_before_it_hands_it_on(
+    give: Any, take: Any, old: Any, new: Any, tmp_path: Path
+) -> None:
+    """It was the template's after a load, and nobody was told."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Holder:
+        def __init__(self, weight: Any, held: Any) -> None:
+            self.weight, self.held = weight, held
+            self.count = 7  # which is no part of it
+
+        def tree_flatten(self) -> Any:
+            return (self.weight,), give(self.held)
+
+        @classmethod
+        def tree_unflatten(cls, aux: Any, children: Any) -> "Holder":
+            return cls(*children, take(aux))
+
+    lm.save({"h": Holder(jnp.ones(2), new)}, tmp_path / "s.npz")
+    state = {"h": Holder(jnp.zeros(2), old)}
+    lm.load(state, tmp_path / "s.npz")
+    assert state["h"].held == new and type(state["h"].held) is type(new)
+    assert list(lm.state_dict(state)) == ["h.0", "h.held"] and state["h"].weight.tolist() == [1, 1]

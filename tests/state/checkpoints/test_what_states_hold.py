@@ -1,5 +1,6 @@
 """What a training state may hold, what is refused by its name, and loads that fail late."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import lazymods as lm
 
 
 @pytest.mark.parametrize(
-    "held", [{1, 2}, print, np.array(["a"]), np.ma.masked_array([1.0], [True]), np.longdouble(1), object()]
+    "held",
+    [{1, 2}, print, np.array(["a"]), np.ma.masked_array([1.0], [True]), np.longdouble(1), object(), time.gmtime(0)],
 )
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ""])
 def test_what_no_file_holds_is_refused_by_name(tmp_path: Path, held: Any, suffix: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,19 @@ def test_the_limit_of_the_header_can_be_raised(tmp_path: Path, monkeypatch: pyte
     refusal(path, "at most 10 bytes of header")
     monkeypatch.setattr(safetensors, "MAX_HEADER_BYTES", 1000)
     assert len(values(path)) == 3
+
+
+def test_a_long_header_takes_some_times_its_size(tmp_path: Path) -> None:
+    """What is made of it stays; beside that there are its bytes and its text."""
+    entry = {"dtype": "F32", "shape": [0, 3], "data_offsets": [0, 0]}
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(pack({f"model.layers.{i}.self_attn.q_proj.weight": entry for i in range(20_000)}, b""))
+    open_checkpoint(path)  # what is imported
+    tracemalloc.start()
+    try:
+        checkpoint = open_checkpoint(path)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(checkpoint.tensors) == 20_000
+    assert peak < kept + 1.8 * path.stat().st_size
