@@ -63,17 +63,27 @@ def cause_of(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[str, st
     theirs = {name.rpartition(".")[0] for name in unexpected}
     ours, theirs = ours - {""}, theirs - {""}
     for longer, shorter, is_theirs in ((theirs, ours, True), (ours, theirs, False)):
-        prefix, count = _common_prefix(longer, shorter)
+        (prefix, *others), count = _common_prefixes(longer, shorter)
         if prefix and 2 * count > min(len(longer), len(shorter)):
             if is_theirs:
                 line = f'rename=[(r"^{re.escape(prefix)}", "")]'
-                return f"the file's names begin with {prefix!r}, the model's do not", line
+                several = "".join(f" or {other!r}" for other in others[:3])
+                line += f"  # or{several.removeprefix(' or')}: whichever part is meant" if others else ""
+                return f"the file's names begin with {prefix!r}{several}, the model's do not", line
             return f"the model's names begin with {prefix!r}, the file's do not", f'rename=[(r"^", {prefix!r})]'
-    return _stack(ours, theirs)
+    prefix = _numbered(ours, theirs)
+    if prefix is not None:
+        line = rf'rename=[lm.rules.Stack(r"^{re.escape(prefix[:-1])}[.](\d+)[.]", into="{prefix}")]'
+        return f"the file has numbered modules in {prefix[:-1]!r}, where the model has one, a stack of them", line
+    prefix = _numbered(theirs, ours)
+    if prefix is not None:
+        line = rf'rename=[lm.rules.Unstack(r"\b{re.escape(prefix[:-1])}[.]", into="{prefix}{{i}}.")]'
+        return f"the model has numbered modules in {prefix[:-1]!r}, where the file has one, a stack of them", line
+    return None
 
 
-def _stack(ours: set[str], theirs: set[str]) -> tuple[str, str] | None:
-    """Say that a model has one stacked module where a file has numbered ones."""
+def _numbered(ours: set[str], theirs: set[str]) -> str | None:
+    """Return what the names of numbered modules begin with of which the other side has one, for most of its names."""
     found: dict[str, tuple[set[str], set[str]]] = {}
     for name in theirs:
         for match in _NUMBER.finditer(name):
@@ -86,13 +96,12 @@ def _stack(ours: set[str], theirs: set[str]) -> tuple[str, str] | None:
     prefix = max(found, key=lambda prefix: len(found[prefix][0]), default="")
     if not prefix or 2 * len(found[prefix][0]) <= len(ours) or len(found[prefix][1]) < 2:
         return None
-    line = rf'rename=[lm.rules.Stack(r"^{re.escape(prefix[:-1])}[.](\d+)[.]", into="{prefix}")]'
-    return f"the file has numbered modules in {prefix[:-1]!r}, where the model has one, a stack of them", line
+    return prefix
 
 
-def _common_prefix(longer: set[str], shorter: set[str]) -> tuple[str, int]:
-    """Return the prefix by which the most names of one set are names of the other one."""
-    counts: dict[str, int] = {}
+def _common_prefixes(longer: set[str], shorter: set[str]) -> tuple[list[str], int]:
+    """Return the prefixes by which the most names of one set are names of the other one, and how many."""
+    counts: dict[str, int] = {"": 0}
     for name in longer:
         at = name.find(".")
         while at >= 0:
@@ -100,4 +109,5 @@ def _common_prefix(longer: set[str], shorter: set[str]) -> tuple[str, int]:
                 prefix = name[: at + 1]
                 counts[prefix] = counts.get(prefix, 0) + 1
             at = name.find(".", at + 1)
-    return max(counts.items(), key=lambda item: item[1], default=("", 0))
+    most = max(counts.values())
+    return sorted(prefix for prefix, count in counts.items() if count == most), most

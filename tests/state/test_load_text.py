@@ -324,10 +324,11 @@ def test_a_list_of_another_length_is_told(tmp_path: Path, in_file: int, in_model
     with pytest.raises(lm.StateDictError) as caught:
         lm.load(net(in_model), tmp_path / "m.safetensors")
     cause = f"  cause:  {in_file} layers in 'encoder.layers' of the file, {in_model} in the model's\n"
-    cause += f"  write:  n_layers = {in_file}\n"
+    line = f"n_layers = {in_file}  # of encoder.layers: the file has {in_file}, the model {in_model}"
+    cause += f"  write:  {line}\n"
     assert str(caught.value).partition("\n")[2].startswith(cause)
     lines = {problem.write for problem in caught.value.problems}
-    assert lines == {f"n_layers = {in_file}  # of encoder.layers: the file has {in_file}, the model {in_model}"}
+    assert lines == {line}
     assert {problem.where.split(" ")[0] for problem in caught.value.problems} == {
         f"encoder.layers.{i}.{leaf}" for i in (2, 3) for leaf in ("kernel", "bias")
     }

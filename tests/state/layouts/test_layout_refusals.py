@@ -46,7 +46,8 @@ m.bias_hh_l0 (LazyGRUCell m.cell)
 m.weight (LazyConvTranspose m)
   got:    a weight of shape (4, 2, 3), which is one of 2 groups for out_features=4
   needed: groups=1: nnx.ConvTranspose has no groups
-  write:  groups=1  # of torch.nn.ConvTranspose; or one nnx.ConvTranspose for each group""",
+  write:  rename=[lm.rules.Split(r"\\bm[.]", into=("m.0.", "m.1."))]  # for an nnx.List of 2 nnx.ConvTranspose of 2 \
+features, each for its part of the channels""",
     ),
     Row(
         "instance norm's running statistics",
@@ -306,11 +307,11 @@ m.weight (LazyLinear m)
         """\
 fc
   got:    flatten for it, and no layer of that name that can follow a flatten
-  needed: the name of a Linear, LinearGeneral, BatchNorm, LayerNorm or RMSNorm of the model
+  needed: the name of a Linear, LinearGeneral, BatchNorm, LayerNorm, RMSNorm or recurrent layer of the model
   write:  flatten={"fc": (height, width, channels)}
 m
   got:    flatten for it, and no layer of that name that can follow a flatten
-  needed: the name of a Linear, LinearGeneral, BatchNorm, LayerNorm or RMSNorm of the model
+  needed: the name of a Linear, LinearGeneral, BatchNorm, LayerNorm, RMSNorm or recurrent layer of the model
   write:  flatten={"fc": (height, width, channels)}""",
         {"m": (1, 3), "fc": (3,)},
     ),
