@@ -52,7 +52,8 @@ def problems(
     line = "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one"
     usual = (f"no entry in {file}", line)
     shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if lacking else {}
-    options = missing.Options(plan.survey, shapes, [n for n in plan.unexpected if n.endswith(_PARAMETERS)])
+    ignored = [name for name in plan.unexpected if name.endswith(_PARAMETERS)]
+    options = missing.Options(plan.survey, shapes, [*unexpected, *ignored])
     shared = missing.shared(plan.places, lacking, shapes, {n: plan.given.get(n) for n in unexpected}, sources)
     attentions = {} if is_flax else attention_names.lines(plan, lacking, unexpected)
     near = {} if is_flax else near_names.lines(lacking, unexpected, sources)

@@ -154,7 +154,8 @@ def test_what_a_class_makes_of_a_field_before_it_hands_it_on(
 
         @classmethod
         def tree_unflatten(cls, aux: Any, children: Any) -> "Holder":
-            return cls(*children, take(aux))
+            (weight,) = children
+            return cls(weight, take(aux))
 
     lm.save({"h": Holder(jnp.ones(2), new)}, tmp_path / "s.npz")
     state = {"h": Holder(jnp.zeros(2), old)}
