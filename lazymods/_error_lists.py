@@ -69,11 +69,19 @@ def cause_of(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[str, st
                 line = f'rename=[(r"^{re.escape(prefix)}", "")]'
                 return f"the file's names begin with {prefix!r}, the model's do not", line
             return f"the model's names begin with {prefix!r}, the file's do not", f'rename=[(r"^", {prefix!r})]'
-    return _stack(ours, theirs)
+    prefix = _numbered(ours, theirs)
+    if prefix is not None:
+        line = rf'rename=[lm.rules.Stack(r"^{re.escape(prefix[:-1])}[.](\d+)[.]", into="{prefix}")]'
+        return f"the file has numbered modules in {prefix[:-1]!r}, where the model has one, a stack of them", line
+    prefix = _numbered(theirs, ours)
+    if prefix is not None:
+        line = rf'rename=[lm.rules.Unstack(r"\b{re.escape(prefix[:-1])}[.]", into="{prefix}{{i}}.")]'
+        return f"the model has numbered modules in {prefix[:-1]!r}, where the file has one, a stack of them", line
+    return None
 
 
-def _stack(ours: set[str], theirs: set[str]) -> tuple[str, str] | None:
-    """Say that a model has one stacked module where a file has numbered ones."""
+def _numbered(ours: set[str], theirs: set[str]) -> str | None:
+    """Return what the names of numbered modules begin with of which the other side has one, for most of its names."""
     found: dict[str, tuple[set[str], set[str]]] = {}
     for name in theirs:
         for match in _NUMBER.finditer(name):
@@ -86,8 +94,7 @@ def _stack(ours: set[str], theirs: set[str]) -> tuple[str, str] | None:
     prefix = max(found, key=lambda prefix: len(found[prefix][0]), default="")
     if not prefix or 2 * len(found[prefix][0]) <= len(ours) or len(found[prefix][1]) < 2:
         return None
-    line = rf'rename=[lm.rules.Stack(r"^{re.escape(prefix[:-1])}[.](\d+)[.]", into="{prefix}")]'
-    return f"the file has numbered modules in {prefix[:-1]!r}, where the model has one, a stack of them", line
+    return prefix
 
 
 def _common_prefix(longer: set[str], shorter: set[str]) -> tuple[str, int]:

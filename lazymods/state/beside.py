@@ -79,7 +79,7 @@ class Beside:
             )
         out += self._other_orders(result)
         missing = [name for name in result.missing if not may_miss(name)]
-        return out + tied_heads.remarks(self.survey.places, missing, result.unexpected, entries)
+        return out + tied_heads.remarks(self.survey.places, missing, result.unexpected, entries, result.matched)
 
     def _unchanged(self, result: LoadResult) -> dict[str, str]:
         """Return the names, after a rename, of what was loaded and no rule has changed, by the model's names."""

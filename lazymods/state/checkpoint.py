@@ -39,6 +39,7 @@ from lazymods.state.warned import warn
 
 LAYOUTS = ("flax", "torch")
 
+
 @entry
 def load(
     model: nnx.Pytree | MutableMapping[str, Any],
@@ -151,7 +152,7 @@ def load(
 
         def read(file: Checkpoint) -> tuple[Checkpoint, Prepared, str, dict[str, Any], Collection[str], Beside]:
             def reader(part: Checkpoint) -> Prepared:
-                return prepare(survey, part, layout, rename, flatten)
+                return prepare(survey, part, layout, rename, flatten, ignored)
 
             if as_stored:
                 file.check_unpacked(file.tensors.values())  # some are read to be laid
@@ -435,11 +436,6 @@ def _check_key_kinds(places: Mapping[str, Place], entries: Mapping[str, Any], fi
             got = repr(kind) if kind is not None else describe(value)
             needed = "the bytes of the name of one of JAX's kinds of random keys, such as threefry2x32"
             raise refuse(file.path, f"a random key of the kind {printable(got)}", needed, tensor=name) from error
-
-
-def _is_spread(value: np.ndarray[Any, Any]) -> bool:
-    """Say whether an array is one value in all places, as what was not read is."""
-    return value.size > 1 and not any(value.strides)
 
 
 _SCALE = r"(?i)scale|zero_?point|absmax|quant_state"

@@ -30,7 +30,7 @@ from lazymods.state.layouts.site import Site
 from lazymods.state.layouts.table import rule_for, sites
 
 _CONVOLUTION = "conv_general_dilated"
-_MIXES = frozenset(("dot_general", "transpose", "gather", "sort", "rev"))  # what comes out lies otherwise
+_MIXES = frozenset(("dot_general", "transpose", "gather", "sort", "rev"))  # what comes out may lie otherwise
 _WIDTHS = ("out_features", "num_features", "features")
 _MOST = 2000  # operations that are looked at
 _MOST_MAPS = 4  # layers whose outputs are looked at
@@ -49,7 +49,7 @@ def remarks(
     """
     model = survey.model
     found = with_sizes(list(sites(model)), flatten)[0]
-    layers = {dotted(site.path): site for site in found if rule_for(type(site.node)).flattens}
+    layers = {_called_at(site): site for site in found if rule_for(type(site.node)).flattens}
     widths = {name: width for name, site in layers.items() if (width := _input_width(site, loaded)) is not None}
     said = [name for name in widths if layers[name].sizes is not None]
     suspects = [name for name in _suspects(found, widths) if name not in said]
@@ -81,14 +81,25 @@ def _of_rows(
             sizes.setdefault(after, told)
     if not sizes:
         return None
-    shown = ", ".join(f"{name!r}: {told}" for name, told in sizes.items())
-    same = ", ".join(f"{name!r}: ({widths[name]},)" for name in sizes)
-    where = f"{', '.join(sizes)} of {hooks.unhooked_class(type(model)).__name__}"
+    named = {_named(layers[name]): (told, widths[name]) for name, told in sizes.items()}
+    shown = ", ".join(f"{name!r}: {told}" for name, (told, _) in named.items())
+    same = ", ".join(f"{name!r}: ({width},)" for name, (_, width) in named.items())
+    where = f"{', '.join(named)} of {hooks.unhooked_class(type(model)).__name__}"
     return (
         f"{where}: the input is flattened channels last, and the weight was loaded as one of PyTorch, which flattens "
         f"channels first: the output is wrong. Write flatten={{{shown}}}, or {{{same}}} if PyTorch flattens as the "
         "model does"
     )
+
+
+def _called_at(site: Site) -> str:
+    """Return the path of what is called with a layer's input: of a cell in an ``nnx.RNN`` that."""
+    return dotted(site.path[:-1] if site.suffix else site.path)
+
+
+def _named(site: Site) -> str:
+    """Return what ``flatten`` calls a layer; of a recurrent one both directions."""
+    return site.prefix[:-1] if site.suffix else dotted(site.path)
 
 
 def _first_found(
@@ -152,7 +163,7 @@ def _suspects(found: Sequence[Site], widths: Mapping[str, int]) -> Iterator[str]
     """Find the layers that may follow a flatten: with another width than what is defined before them has."""
     before: Any = None
     for site in found:
-        name = dotted(site.path)
+        name = _called_at(site)
         if name in widths and before is not None and widths[name] != before:
             yield name
         before = next((n for attribute in _WIDTHS if (n := site.get(attribute)) is not None), before)
@@ -160,7 +171,7 @@ def _suspects(found: Sequence[Site], widths: Mapping[str, int]) -> Iterator[str]
 
 def _input_width(site: Site, loaded: Mapping[str, Any]) -> int | None:
     """Return how many numbers a layer takes, if it was loaded."""
-    for entry in ("kernel", "scale", "mean"):
+    for entry in ("kernel", "scale", "mean", "dense_i.kernel", "ii.kernel"):
         shape = np.shape(loaded.get(site.name(entry), 0))
         if shape:
             return shape[0]
@@ -203,14 +214,19 @@ def _flattened_sizes(value: Any, producers: Producers) -> tuple[int, ...] | None
             shape, width = np.shape(operands[0]), np.shape(made)[-1:]
             first = next((i for i in reversed(range(len(shape))) if (math.prod(shape[i:]),) == width), len(shape))
             merged = shape[first:]
-            if merged and 1 < merged[-1] < math.prod(merged) and _is_map(operands[0], producers):
+            if merged and 1 < merged[-1] < math.prod(merged) and _is_map(operands[0], producers, len(merged)):
                 return merged
     return None
 
 
-def _is_map(value: Any, producers: Producers) -> bool:
-    """Whether a value comes from a convolution, channels last, by ways that leave its axes in their order."""
-    for _, name, _, params in _back(value, producers, lambda _, operand: len(np.shape(operand)) > 1, _MIXES):
+def _is_map(value: Any, producers: Producers, merged: int) -> bool:
+    """Whether a value comes from a convolution, channels last, by ways that leave its last axes in their order."""
+
+    def mixes(name: str, params: Mapping[str, Any]) -> bool:
+        order = list(params["permutation"])[-merged:] if name == "transpose" else []
+        return name in _MIXES and not (order and order == sorted(order) and order[-1] == len(params["permutation"]) - 1)
+
+    for _, name, _, params in _back(value, producers, lambda _, operand: len(np.shape(operand)) > 1, mixes):
         if name == _CONVOLUTION:
             numbers = params["dimension_numbers"].out_spec
             return numbers[1] == len(numbers) - 1
@@ -220,7 +236,10 @@ def _is_map(value: Any, producers: Producers) -> bool:
 
 
 def _back(
-    value: Any, producers: Producers, follows: Callable[[Any, Any], bool], ends: Collection[str] = ()
+    value: Any,
+    producers: Producers,
+    follows: Callable[[Any, Any], bool],
+    ends: Callable[[str, Mapping[str, Any]], bool] = lambda name, params: False,
 ) -> Iterator[tuple[Any, str, Sequence[Any], dict[str, Any]]]:
     """Go from a value back to what it was computed from: each value, and the operation that made it."""
     waiting, seen = [value], {id(value)}
@@ -232,7 +251,7 @@ def _back(
             continue
         name, operands, params = producers[id(made)]
         yield made, name, operands, params
-        for operand in operands if name not in ends else ():
+        for operand in () if ends(name, params) else operands:
             if id(operand) not in seen and follows(made, operand):
                 seen.add(id(operand))
                 waiting.append(operand)

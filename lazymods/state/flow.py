@@ -120,6 +120,7 @@ class Flow:
         unused: Parts of the rename that fit no name.
         problems: What a rule cannot do.
         rename_given: Whether there is a rename.
+        ignored: Expressions of names of entries that need no parameter.
     """
 
     entries: list[Entry]
@@ -129,6 +130,7 @@ class Flow:
     unused: list[str] = dataclasses.field(default_factory=list)
     problems: list[Problem] = dataclasses.field(default_factory=list)
     rename_given: bool = False
+    ignored: Sequence[re.Pattern[str]] = ()
 
     def by_name(self) -> dict[str, Entry]:
         """Return the entries by name, and note those that meet."""

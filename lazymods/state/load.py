@@ -18,7 +18,6 @@ from lazymods._errors import (
     Problem,
     StateDictError,
     UninitializedError,
-    describe,
     located,
 )
 from lazymods._graph import LOCAL, MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
@@ -33,8 +32,7 @@ from lazymods._memory import Incoming, transfer
 from lazymods._refusals import wrong_argument
 from lazymods._snapshot import Snapshot
 from lazymods._spread import goes_to_several
-from lazymods.state import by_trial, tied_heads
-from lazymods.state import missing as missing_entries
+from lazymods.state import advice, by_trial
 from lazymods.state.entries import Place, Survey, home_trace, is_buffer, memory_of, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread, read_ahead
 from lazymods.state.load_plan import LoadPlan, Write, is_spread_place, make_plan
@@ -84,10 +82,6 @@ class Origin(NamedTuple):
     def in_parts(self, place: Place) -> bool:
         """Whether what goes to a place is read part by part, for several devices."""
         return is_spread_place(place) or (self.placing is not None and is_placed(place))
-
-
-_TORCH_LINE = 'lm.load(model, source, layout="torch")  # if PyTorch wrote it; source: the file, or the state dict'
-TORCH_LEAVES = ("weight", "num_batches_tracked", "running_mean", "running_var", "in_proj_weight", "weight_ih_l0")
 
 
 def load_entries(
@@ -241,26 +235,16 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
     problems = [*origin.problems, *plan.problems]
     if strict:
         missing = [name for name in result.missing if not origin.may_miss(name)]
-        known = origin.why_missing(missing)
-        line = "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one"
-        usual = (f"no entry in {origin.name}", line)
-        shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if missing else {}
-        options = missing_entries.Options(plan.survey, shapes, result.unexpected)
-        lengths = missing_entries.Lengths(plan.given, plan.places)
-        for name in missing:
-            got, line = known.get(name) or missing_entries.cause_of(plan.places, name, shapes) or usual
-            if line is usual[1]:
-                line = options.without(name) or lengths.line_for(name) or line
-            problems.append(Problem(name, got, "an entry for each parameter of the model", line))
-        for name in result.unexpected:
-            got = f"{describe(plan.given[name])}, an entry" if name in plan.given else "an entry"
-            line = "strict=False  # leaves it out"
-            if origin.is_flax and name.rpartition(".")[2] in TORCH_LEAVES:
-                line = _TORCH_LINE
-            known_line = plan.sizes_line(name) or options.with_it(name) or _head_line(plan, name)
-            line = known_line or lengths.line_for(name) or line
-            got += " that the model has no parameter for"
-            problems.append(Problem(name, got, "only entries of the model", line))
+        problems += advice.problems(
+            plan,
+            missing,
+            result.unexpected,
+            file=origin.name,
+            sources=result.matched,
+            known=origin.why_missing(missing),
+            is_flax=origin.is_flax,
+            may_ignore=bool(origin.sources),  # lm.load takes it
+        )
     heading = _heading(plan.model, origin)
     cause = _cause(result, origin)
     if cause is not None:
@@ -274,17 +258,11 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
         raise error
 
 
-def _head_line(plan: LoadPlan, name: str) -> str | None:
-    """Say what to write for an entry that may be an output layer, where the model has the embedding for one."""
-    embeddings = {n: w.value for n, w in plan.writes.items() if tied_heads.is_embedding(w.place)}
-    return f"{tied_heads.LINE}  # for it" if tied_heads.untied(plan.given.get(name), embeddings) else None
-
-
 def _cause(result: LoadResult, origin: Origin) -> tuple[str, str] | None:
     """Say what is behind most of what is missing and unexpected, and what to write, if it is one thing."""
-    of_torch = [name for name in result.unexpected if name.rpartition(".")[2] in TORCH_LEAVES]
+    of_torch = [name for name in result.unexpected if name.rpartition(".")[2] in advice.TORCH_LEAVES]
     if origin.is_flax and result.missing and 2 * len(of_torch) >= len(result.unexpected) > 0:
-        return f"PyTorch's names, such as {of_torch[0]}", _TORCH_LINE
+        return f"PyTorch's names, such as {of_torch[0]}", advice.TORCH_LINE
     return cause_of(result.missing, result.unexpected)
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -26,13 +26,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 _OTHER_TABLES = re.compile(r"(^|_)(pos|wpe|rel|type|token_type|seg|lang)")  # their rows are positions, or kinds
 
 
-def cause_of(places: Mapping[str, Place], name: str, loaded: Shapes) -> tuple[str, str] | None:
+def cause_of(
+    places: Mapping[str, Place], name: str, loaded: Shapes, sources: Mapping[str, tuple[str, ...]]
+) -> tuple[str, str] | None:
     """Say why a parameter may be missing, and what to write.
 
     Args:
         places: The model's entries.
         name: The one that is missing.
         loaded: The shapes of what is not.
+        sources: The names of that in the file.
 
     Returns:
         What is the case, and the line; None if nothing is known.
@@ -48,8 +51,8 @@ def cause_of(places: Mapping[str, Place], name: str, loaded: Shapes) -> tuple[st
     if embedding is not None:
         got = f"no output layer in the file, whose embedding ({embedding}) fits it: they are tied there"
         module, head = embedding.rpartition(".")[0], name.rpartition(".")[0]
-        copied = f'rename=[lm.rules.Copy(r"{module}[.]weight$", into="{head}.weight")]'
-        return got, f"{copied}  # for both; or {module}.attend(x) in its place"
+        rules = _copy(sources, embedding, head)
+        return got, f"rename=[{rules}]  # for both; or {module}.attend(x) in its place"
     return None
 
 
@@ -70,6 +73,82 @@ def tied_to(places: Mapping[str, Place], name: str, loaded: Shapes) -> str | Non
         if known is not None and fits(known, shape[::-1]):
             found.setdefault(other.identity, other.name)
     return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _copy(sources: Mapping[str, tuple[str, ...]], embedding: str, head: str) -> str:
+    """Return the rules by which an output layer gets the numbers of an embedding as well."""
+    module, (source, *_) = embedding.rpartition(".")[0], sources.get(embedding) or (embedding,)
+    stem, _, leaf = source.rpartition(".")
+    pattern = module if f".{stem}".endswith(f".{module}") else stem
+    if leaf == "embedding":  # as Flax lies
+        return rf'lm.rules.Copy(r"{pattern}[.]{leaf}$", into="{head}.kernel"), lm.rules.Transpose(r"{head}[.]kernel$")'
+    return rf'lm.rules.Copy(r"{pattern}[.]{leaf}$", into="{head}.{leaf}")'
+
+
+class Shared(NamedTuple):
+    """One table of a file that may be several of a model, by names.
+
+    Attributes:
+        lines: The line to write for the table.
+        why: For what is missing, what is the case, and the line.
+    """
+
+    lines: Mapping[str, str]
+    why: Mapping[str, tuple[str, str]]
+
+
+def shared(
+    places: Mapping[str, Place],
+    missing: Sequence[str],
+    loaded: Shapes,
+    unexpected: Mapping[str, Any],
+    sources: Mapping[str, tuple[str, ...]],
+) -> Shared:
+    """Find the one table of a file that fits embeddings which are missing, and the output layer with them.
+
+    T5 and BART have one for the encoder, the decoder and the head, which their files have once, as ``shared``.
+
+    Args:
+        places: The model's entries.
+        missing: Those without an entry.
+        loaded: The shapes of the others.
+        unexpected: What the file has beside, by name.
+        sources: The file's names of what is loaded.
+    """
+    named = {n: tuple(getattr(v, "shape", ())) for n, v in unexpected.items() if n.endswith(".weight")}
+    tables = {n: shape for n, shape in named.items() if len(shape) == 2}
+    tables |= {n: s for n, s in loaded.items() if n in places and isinstance(places[n].holder, nnx.Embed)}
+    found = {}
+    for table, shape in tables.items():
+        fitting = {places[n].identity: n for n in reversed(missing) if _may_be(places[n], shape)}
+        if any(isinstance(places[n].holder, nnx.Embed) for n in fitting.values()) and not _is_other(table):
+            found[table] = sorted(fitting.values())
+    found = {n: names for n, names in found.items() if _own_name(n) == "shared"} or found
+    if len(found) != 1:
+        return Shared({}, {})
+    [(table, names)] = found.items()
+    (source, *_) = sources.get(table) or (table,)
+    stem, _, leaf = source.rpartition(".")
+    if leaf != "weight" or (table in unexpected and len(names) < 2):
+        return Shared({}, {})
+    pattern = rf"\b{re.escape(table.rpartition('.')[0] if table in unexpected else stem)}[.]weight$"
+    rules = [f'lm.rules.Copy(r"{pattern}", into="{name.rpartition(".")[0]}.weight")' for name in names]
+    if table in unexpected:
+        rules[-1] = f'(r"{pattern}", "{names[-1].rpartition(".")[0]}.weight")'
+    line = f"rename=[{', '.join(rules)}]"
+    got = f"no entry in the file, whose {source} fits it: T5 and BART have one table for all"
+    return Shared({table: line}, dict.fromkeys(names, (got, line)))
+
+
+def _may_be(place: Place, shape: tuple[int, ...]) -> bool:
+    """Whether a table may be an embedding that is missing, or an output layer."""
+    if place.key == "embedding" and isinstance(place.holder, nnx.Embed):
+        return not _is_other(place.name) and fits(known_shape(place), shape)
+    return place.key == "kernel" and isinstance(place.holder, nnx.Linear) and fits(known_shape(place), shape[::-1])
+
+
+def _is_other(name: str) -> bool:
+    return _OTHER_TABLES.search(_own_name(name)) is not None
 
 
 def _own_name(name: str) -> str:
@@ -146,29 +225,39 @@ class Lengths:
     Args:
         in_file: The names of the file.
         in_model: Those of the model.
+        sequential: The names of the model's ``nnx.Sequential``, whose modules PyTorch's names have without ``layers``.
     """
 
-    def __init__(self, in_file: Collection[str], in_model: Collection[str]) -> None:
+    def __init__(self, in_file: Collection[str], in_model: Collection[str], sequential: Collection[str] = ()) -> None:
         self._names = in_file, in_model
+        self._sequential = sorted((f"{name}.".lstrip(".") for name in sequential), key=len, reverse=True)
 
     @functools.cached_property
-    def _found(self) -> list[dict[tuple[str, str], set[int]]]:
-        """The numbers in the names of each side, by what stands before and after them."""
-        found: list[dict[tuple[str, str], set[int]]] = [{}, {}]
+    def _found(self) -> list[dict[str, set[int]]]:
+        """The numbers in the names of each side, by what stands before them."""
+        found: list[dict[str, set[int]]] = [{}, {}]
         for numbers, names in zip(found, self._names, strict=True):
-            for name in names:
+            for name in map(self._as_in_torch, names):
                 for number in _NUMBER.finditer(name):
-                    around = name[: number.start()], name[number.end() :]
-                    numbers.setdefault(around, set()).add(int(number[0]))
+                    numbers.setdefault(name[: number.start()], set()).add(int(number[0]))
         return found
 
+    def _as_in_torch(self, name: str) -> str:
+        for prefix in self._sequential:
+            if name.startswith(f"{prefix}layers."):
+                name = prefix + name.removeprefix(f"{prefix}layers.")
+        return name
+
     def line_for(self, name: str) -> str | None:
-        """Return the line for an entry of such a list; None if it is of none."""
+        """Return the line for an entry of such a list, the outermost; None if it is of none."""
+        name = self._as_in_torch(name)
         for number in _NUMBER.finditer(name):
-            around = name[: number.start()], name[number.end() :]
-            theirs, ours = (numbers.get(around, set()) for numbers in self._found)
-            are_whole = theirs == set(range(len(theirs))) and ours == set(range(len(ours)))
-            if theirs and ours and are_whole:
-                where = around[0].rstrip(".") or "layers"
-                return f"n_layers = {len(theirs)}  # of {where}: the file has {len(theirs)}, the model {len(ours)}"
+            before = name[: number.start()]
+            theirs, ours = (numbers.get(before, set()) for numbers in self._found)
+            is_beyond = int(number[0]) not in theirs & ours
+            if theirs and ours and is_beyond and all(n == set(range(len(n))) for n in (theirs, ours)):
+                where = before.rstrip(".") or "layers"
+                line = f"n_layers = {len(theirs)}  # of {where}: the file has {len(theirs)}, the model {len(ours)}"
+                one = f"; or nnx.List([layer] * {len(ours)}), if all are one, as in ALBERT"
+                return line + one if len(theirs) == 1 else line
         return None

@@ -38,20 +38,23 @@ _BELOW = ("parametrizations", "lora_A", "lora_B", "base_layer")  # what stands b
 _PROJECTIONS = re.compile(rf"(parametrizations\.)?([qkv]_proj_weight|in_proj_(weight|bias)|bias_[kv]){_PART}")
 
 
-def matched(survey: Survey, tensors: Mapping[str, Any], *, leaves: bool) -> dict[str, str]:
+def matched(
+    survey: Survey, tensors: Mapping[str, Any], *, leaves: bool, aside: Collection[str] = ()
+) -> dict[str, str]:
     """Find the model's spelling of the file's names, where there is no doubt.
 
     Args:
         survey: The model.
         tensors: What the file holds, by name.
         leaves: Whether the last part of a name may be Flax's word for it as well; else it is PyTorch's.
+        aside: Names of entries that need no parameter: what prefix there is, the others say if they can.
 
     Returns:
         The file's name for each new name; a name that cannot be matched is as it was.
     """
     if tensors.keys() <= survey.places.keys():
         return {name: name for name in tensors}
-    return _Matcher(survey, leaves).matched(tensors)
+    return _Matcher(survey, leaves).matched(tensors, aside)
 
 
 class _Matcher:
@@ -73,11 +76,14 @@ class _Matcher:
         self.wrappers = set(_WRAPPED).difference(*(path for path, _ in survey.named_nodes))
         self.stacks = {} if leaves else _recurrent_stacks(survey.named_nodes)
 
-    def matched(self, tensors: Mapping[str, Any]) -> dict[str, str]:
+    def matched(self, tensors: Mapping[str, Any], aside: Collection[str]) -> dict[str, str]:
         """Return the file's name for each new name."""
-        wrapper = self._wrapper(tensors)
+        needed = [name for name in tensors if name not in aside]
+        wrapper = self._wrapper(needed) or self._wrapper(tensors)
         bare = {name: self._bare(name.removeprefix(wrapper)) for name in tensors}
-        off, on = self._prefix(list(bare.values()))
+        off, on = self._prefix([bare[name] for name in needed])
+        if aside and not off and not on:
+            off, on = self._prefix(list(bare.values()))
         out: dict[str, str] = {}
         for name, tensor in tensors.items():
             new = bare[name]

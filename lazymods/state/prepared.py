@@ -46,8 +46,17 @@ def prepare(
     layout: str,
     rename: Rename | None,
     flatten: Mapping[str, Sequence[int]] | None,
+    ignored: Sequence[re.Pattern[str]] = (),
 ) -> Prepared:
     """Return what a file holds by the model's names.
+
+    Args:
+        survey: The model.
+        file: The file.
+        layout: Its layout.
+        rename: As for a load.
+        flatten: As for a load.
+        ignored: Expressions of names of entries that need no parameter; what the others have in common is a prefix.
 
     Raises:
         StateDictError: If entries meet under one name, or do not fit a rule or a layout.
@@ -65,6 +74,7 @@ def prepare(
 
         first = rules_for(survey)
     flow = transformed(stored, rename, first)
+    flow.ignored = ignored
     given = flow.by_name()
     _refuse(survey, file, flow.problems)
     return dataclasses.replace(_laid(survey, file, layout, flatten, given, flow), notes=notes)
@@ -109,7 +119,8 @@ def _laid(
 
         nodes = {dotted(path): node for path, node in survey.named_nodes}
         given = {name_as_laid(name, entry.sources, nodes.get): entry for name, entry in given.items()}
-    spelled = names.matched(survey, {name: e.tensor for name, e in given.items()}, leaves=layout == "flax")
+    aside = {n for n, e in given.items() if any(p.search(s) for p in flow.ignored for s in (n, *e.sources))}
+    spelled = names.matched(survey, {n: e.tensor for n, e in given.items()}, leaves=layout == "flax", aside=aside)
     final = {new: given[name] for new, name in spelled.items()}
     entries = {new: entry.tensor for new, entry in final.items()}
     if layout != "torch":

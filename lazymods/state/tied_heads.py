@@ -42,7 +42,11 @@ def find(places: Mapping[str, Place], entries: Mapping[str, Any], words: Collect
 
 
 def remarks(
-    places: Mapping[str, Place], missing: list[str], unexpected: list[str], left: Mapping[str, Any]
+    places: Mapping[str, Place],
+    missing: list[str],
+    unexpected: list[str],
+    left: Mapping[str, Any],
+    sources: Mapping[str, tuple[str, ...]],
 ) -> list[str]:
     """Say what a load that is not strict leaves to chance, or drops, and would not be expected to.
 
@@ -51,11 +55,12 @@ def remarks(
         missing: The names of those that were not.
         unexpected: The names of what the file has beside.
         left: That, by name.
+        sources: The names in the file of what was loaded.
     """
     loaded = {n: s for n, p in places.items() if n not in missing and (s := known_shape(p)) and None not in s}
     out = []
     for name in missing:
-        cause = cause_of(places, name, loaded)  # type: ignore[arg-type]
+        cause = cause_of(places, name, loaded, sources)  # type: ignore[arg-type]
         if cause is not None:
             out.append(f"{name} is left as it is: {cause[0]}; write {cause[1]}")
     held = {n: value_now(p) for n, p in places.items() if n in loaded and is_embedding(p)}

@@ -7,6 +7,7 @@ or ``query.weight`` and so on. PyTorch's ``add_zero_attn`` leaves no trace in a 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -64,30 +65,36 @@ class Attention(Rule):
 
     def read(self, site: Site, file: TorchFile) -> None:
         """Cut the fused projections in three, and give every projection its heads."""
-        weights = self._thirds(site, file, "in_proj_weight")
-        biases = self._thirds(site, file, "in_proj_bias")
+        weights = self._thirds(site, file, "in_proj_weight", 2)
+        biases = self._thirds(site, file, "in_proj_bias", 1)
         for i, projection in enumerate(_INPUTS):
             weight = weights[i] if weights else _first(site, file, projection.weights)
             bias = biases[i] if biases else _first(site, file, projection.biases)
             self._give(site, file, projection, weight, bias)
         weight = _first(site, file, _OUTPUT.weights)
-        if weight is not None and weight.value.ndim == 3:
-            file.refuse(site, weight.sources[0], _other_rank(file, weight, 2))
+        if weight is not None and weight.value.ndim == 3 and not _stacked(site, weight, 2):
+            file.refuse(site, weight.sources[0], _other_rank(site, file, weight, "out.kernel", 2))
         elif weight is not None:
-            heads = site.get(_OUTPUT.heads)
-            file.put(site, "out.kernel", weight.map(lambda a: _split(a.T, 0, heads) if a.ndim == 2 else a))
+            heads, rank = site.get(_OUTPUT.heads), 2 + _stacked(site, weight, 2)
+            file.put(
+                site, "out.kernel", weight.map(lambda a: _split(a.swapaxes(-1, -2), -2, heads) if a.ndim == rank else a)
+            )
         bias = _first(site, file, _OUTPUT.biases)
         if bias is not None:
             file.put(site, "out.bias", bias)
         self._check_widths(site, file)
 
-    def _thirds(self, site: Site, file: TorchFile, entry: str) -> list[Part]:
+    def _thirds(self, site: Site, file: TorchFile, entry: str, rank: int) -> list[Part]:
         part = file.take(site, entry)
         if part is None:
             return []
-        rows = part.value.shape[0] if part.value.ndim else 0
+        axis = _stacked(site, part, rank)
+        if part.value.ndim > rank + axis:
+            file.refuse(site, part.sources[0], _other_rank(site, file, part, "", rank))
+            return []
+        rows = part.value.shape[axis] if part.value.ndim else 0
         if rows % 3 == 0 and rows:
-            return [part.map(lambda a, i=i: a[i * rows // 3 : (i + 1) * rows // 3]) for i in range(3)]
+            return [Part(third, part.sources) for third in np.split(part.value, 3, axis)]
         got = f"shape {part.value.shape}"
         refusal = Refusal(got, "queries, keys and values, one below the other, equally many rows each", _SOUND)
         file.refuse(site, part.sources[0], refusal)
@@ -98,26 +105,28 @@ class Attention(Rule):
         for entry, part, rank in (("kernel", weight, 2), ("bias", bias, 1)):
             if part is None:
                 continue
-            if part.value.ndim != rank:
-                if len(site.shape(f"{to.flax}.{entry}") or ()) == part.value.ndim:  # it would fit, and be another's
-                    file.refuse(site, part.sources[0], _other_rank(file, part, rank))
+            name, axis = f"{to.flax}.{entry}", _stacked(site, part, rank)
+            if part.value.ndim != rank + axis:
+                if len(site.shape(name) or ()) == part.value.ndim:  # it would fit, and be another's
+                    file.refuse(site, part.sources[0], _other_rank(site, file, part, name, rank))
                     continue
-                file.put(site, f"{to.flax}.{entry}", part)
-            elif part.value.shape[0] % heads:
-                got = f"{part.value.shape[0]} {to.flax} features for {to.heads}={heads}"
+                file.put(site, name, part)
+            elif part.value.shape[axis] % heads:
+                got = f"{part.value.shape[axis]} {to.flax} features for {to.heads}={heads}"
                 refusal = Refusal(
                     got, "features that the heads divide", f"{to.heads}=8  # as many as the file was trained with"
                 )
                 file.refuse(site, part.sources[0], refusal)
             else:
-                file.put(site, f"{to.flax}.{entry}", part.map(lambda a: _split(a.T, -1, heads)))
+                whole = part.map(lambda a: a.swapaxes(-1, -2)) if rank == 2 else part
+                file.put(site, name, whole.map(lambda a: _split(a, -1, heads)))
 
     def _check_widths(self, site: Site, file: TorchFile) -> None:
         key, value = (file.entries.get(site.name(f"{n}.kernel")) for n in ("key", "value"))
-        if key is None or value is None or key.shape[0] == value.shape[0]:
+        if key is None or value is None or key.shape[-3:-2] == value.shape[-3:-2]:
             return
         sources = file.sources[site.name("value.kernel")]
-        got = f"keys of width {key.shape[0]} and values of width {value.shape[0]}"
+        got = f"keys of width {key.shape[-3]} and values of width {value.shape[-3]}"
         file.refuse(site, sources[0], Refusal(got, *_ONE_WIDTH))
 
     def write(self, site: Site) -> tuple[dict[str, Array], list[str]]:
@@ -189,13 +198,48 @@ class Attention(Rule):
                 )
 
 
-def _other_rank(file: TorchFile, part: Part, rank: int) -> Refusal:
-    got, needed = f"shape {part.value.shape}", f"{rank} {'axis' if rank == 1 else 'axes'}, as PyTorch has"
-    line = "rename=[lm.rules.Stack(r'(\\d+)[.]fc[.]weight', into='fc.kernel')]  # of layers of their own"
-    if set(part.value.shape[rank:]) == {1}:  # a 1x1 convolution
-        name = part.sources[0]
-        line = without_ones((file.tensors[name].name, name), part.value.shape[:rank])
+def _stacked(site: Site, part: Part, rank: int) -> int:
+    """Return how many first axes of an array are stacked layers, which the model has too."""
+    extra = part.value.ndim - rank
+    return extra if extra > 0 and len(site.shape("query.kernel") or ()) == 3 + extra else 0
+
+
+def _other_rank(site: Site, file: TorchFile, part: Part, entry: str, rank: int) -> Refusal:
+    """Say what to write for an entry of one axis more or less than PyTorch has."""
+    shape, name = part.value.shape, part.sources[0]
+    got, needed = f"shape {shape}", f"{rank} {'axis' if rank == 1 else 'axes'}, as PyTorch has"
+    if set(shape[rank:]) == {1}:  # a 1x1 convolution
+        return Refusal(got, needed, without_ones((file.tensors[name].name, name), shape[:rank]))
+    flax = _as_in_flax(site, entry, shape)
+    if flax is not None:
+        pattern = re.escape(name)
+        turn = f', lm.rules.Transpose(r"{re.escape(site.name(entry))}$", axes={flax})' if flax != (0, 1, 2) else ""
+        return Refusal(got, needed, f'rename=[(r"^{pattern}$", "{site.name(entry)}"){turn}]  # with an axis of heads')
+    levels = [name[: i + 1] for i, sign in enumerate(name) if sign == "."]
+    stack = next((level for level in levels if _are_stacked(file, level, shape[0])), None)
+    if stack is not None:
+        module = re.escape(stack.removesuffix("."))
+        line = rf'rename=[lm.rules.Unstack(r"\b{module}[.]", into="{stack}{{i}}.")]'
+        line += f"  # for a list of {shape[0]} in the model"
+    else:
+        line = _SOUND
     return Refusal(got, needed, line)
+
+
+def _as_in_flax(site: Site, entry: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the order that the axes of an entry have to get for Flax, if one of them is that of the heads."""
+    heads = site.get("num_heads")
+    if len(shape) != 3 or not entry.endswith(".kernel"):
+        return None
+    if shape[1] == heads:  # features, heads, features of a head, as XLNet has all four
+        return (1, 2, 0) if entry == "out.kernel" else (0, 1, 2)
+    return (0, 1, 2) if entry == "out.kernel" and shape[0] == heads and shape[1] != shape[2] else None
+
+
+def _are_stacked(file: TorchFile, prefix: str, length: int) -> bool:
+    """Whether all that the file has below a name may be stacks of one length."""
+    shapes = [tensor.shape for name in file.tensors if name.startswith(prefix) and (tensor := file.tensors[name])]
+    return len(shapes) > 1 and all(shape[:1] == (length,) for shape in shapes)
 
 
 def _first(site: Site, file: TorchFile, entries: tuple[str, ...]) -> Part | None:

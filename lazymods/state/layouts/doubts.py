@@ -21,8 +21,30 @@ from lazymods.state.layouts.linear import LINEAR
 from lazymods.state.layouts.site import Site
 from lazymods.state.layouts.table import rule_for
 
-PER_HEAD = ("query_key_value",)
-"""Modules whose queries, keys and values are interleaved head by head: in GPT-NeoX, BLOOM, Falcon, Persimmon."""
+
+class _Fused(NamedTuple):
+    """Queries, keys and values in one matrix in another order than PyTorch's thirds.
+
+    Attributes:
+        module: How the module is called that has them so.
+        beside: A module that the file has as well, where others are called so too; "" if there are none.
+        parts: What they are split into, in their order.
+        groups: How many groups have all three; None: as many as there are heads.
+        what: What is said of them.
+    """
+
+    module: str
+    beside: str
+    parts: tuple[str, str, str]
+    groups: int | None
+    what: str
+
+
+_FUSED = (  # GPT-NeoX, BLOOM, Falcon and Persimmon; DeBERTa; CodeGen
+    _Fused("query_key_value", "", ("q_proj", "k_proj", "v_proj"), None, "keys and values alternate head by head"),
+    _Fused("in_proj", "q_bias", ("q_proj", "k_proj", "v_proj"), None, "keys and values alternate head by head"),
+    _Fused("qkv_proj", "fc_in", ("q_proj", "v_proj", "k_proj"), 4, "values and keys stand in four groups (CodeGen)"),
+)
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj", "o_proj", "query", "out")
 _MATRICES = ("in_proj_weight", *(f"{name}.weight" for name in _PROJECTIONS))
@@ -139,6 +161,7 @@ def _pattern(name: str, others: Iterable[str]) -> str:
 def _per_head(
     modules: Iterable[Site], tensors: Mapping[str, Any], origins: Mapping[str, Origin]
 ) -> Iterator[Problem]:
+    files = {part for o in origins.values() for part in str(getattr(o.tensor, "name", "")).split(".")}
     for site in modules:
         heads = site.get("num_heads")
         for entry in ("in_proj_weight", "in_proj_bias"):
@@ -150,9 +173,11 @@ def _per_head(
             if not isinstance(stored, StoredTensor):
                 continue
             file = stored.name
-            if not set(file.split(".")) & {*PER_HEAD}:
+            own = next((f for f in _FUSED if f.module in file.split(".") and (f.beside or f.module) in files), None)
+            if own is None:
                 continue
-            got = f"{describe(tensor)}, {file} of the file, where queries, keys and values alternate head by head"
+            got = f"{describe(tensor)}, {file} of the file, where queries, {own.what}"
             needed = f"all queries, then all keys, then all values, as {entry} has them: the shape is the same"
-            split = f'lm.rules.Split("query_key_value", into=("q_proj", "k_proj", "v_proj"), groups={heads})'
+            into = ", ".join(f'"{part}"' for part in own.parts)
+            split = f'lm.rules.Split("{own.module}", into=({into}), groups={own.groups or heads})'
             yield Problem(site.where(name), got, needed, f"rename=[{split}, ...]  # in place of a rename to {entry}")

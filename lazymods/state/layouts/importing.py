@@ -168,6 +168,6 @@ def with_sizes(found: list[Site], flatten: Mapping[str, Sequence[int]] | None) -
 
 
 _FLATTENS = (
-    "the name of a Linear, LinearGeneral, BatchNorm, LayerNorm or RMSNorm of the model",
+    "the name of a Linear, LinearGeneral, BatchNorm, LayerNorm, RMSNorm or recurrent layer of the model",
     'flatten={"fc": (height, width, channels)}',
 )

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from lazymods._gru_cell import ResetAfterGRUCell
-from lazymods.state.layouts.axes import check_rank, stacked_axes
+from lazymods.state.layouts.axes import channels_first, channels_last, check_rank, stacked_axes
 from lazymods.state.layouts.computed import wide
 from lazymods.state.layouts.file import Part, TorchFile
 from lazymods.state.layouts.rule import Cannot, Rule
@@ -54,6 +54,7 @@ class Cell(Rule):
     """
 
     cannot: Sequence[Cannot] = (_PROJECTED,)
+    flattens: bool = True
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class Cell(Rule):
 
     def read(self, site: Site, file: TorchFile) -> None:
         """Cut the gates apart, transpose the kernels, add the biases."""
-        weight = file.take(site, "weight_ih")
+        weight = self._input(site, file)
         biases = file.take(site, "bias_ih"), file.take(site, "bias_hh")
         kernels = ((self.inputs, weight), (self.hidden, file.take(site, "weight_hh")))
         for entries, part in kernels:
@@ -91,6 +92,17 @@ class Cell(Rule):
         if weight is not None and site.get("residual"):
             name = site.torch_name("weight_ih")
             file.refuse(site, name, Refusal("weights of a PyTorch cell, for residual=True", *_NO_RESIDUAL))
+
+    def _input(self, site: Site, file: TorchFile) -> Part | None:
+        """Claim the kernel of the input, channels last if ``flatten`` says so."""
+        part, sizes = file.take(site, "weight_ih"), site.sizes
+        if part is None or sizes is None or part.value.ndim == 0:
+            return part
+        try:
+            return part.map(lambda a: channels_last(a, sizes))
+        except Refusal as refusal:
+            file.refuse(site, part.sources[0], refusal)
+            return None
 
     def _cut(self, site: Site, file: TorchFile, entries: tuple[str, ...], part: Part, rank: int) -> None:
         extra = stacked_axes(part.value, rank, site, entries[0])
@@ -143,7 +155,9 @@ class Cell(Rule):
             for value in found:
                 check_rank(value, 1 if torch.startswith("bias") else 2, site)
             if found:
-                out[site.torch_name(torch)] = np.concatenate([value.T for value in found])
+                whole = np.concatenate([value.T for value in found])
+                is_flat = torch == "weight_ih" and site.sizes is not None
+                out[site.torch_name(torch)] = channels_first(whole, site.sizes or ()) if is_flat else whole
         if not self.hidden_biases:
             out[site.torch_name("bias_hh")] = np.zeros_like(out[site.torch_name("bias_ih")])
         written = (*self.inputs, *self.hidden, *self.biases, *self.hidden_biases)

@@ -222,3 +222,35 @@ def test_thirds_and_one_head_are_taken(tmp_path: Path) -> None:
     query = FUSED["attn.query_key_value.weight"][:WIDTH].reshape(HEADS, SIZE, WIDTH).transpose(2, 0, 1)
     assert np.array_equal(model["attn"].query.kernel[...], query)
     lm.load(attention(1), saved(tmp_path, FUSED), layout="torch", rename=NAMES)
+
+
+# ---------------------------------------------------------------- the groups of CodeGen
+
+
+def test_the_four_groups_of_codegen(tmp_path: Path) -> None:
+    """Queries, values and keys in each group; other files have thirds under that name."""
+    heads, width = 8, 16
+    weight = normal(3 * width, width)
+    others = {"h.0.attn.out_proj.weight": normal(width, width), "h.0.mlp.fc_in.weight": normal(32, width)}
+    path = saved(tmp_path, {"h.0.attn.qkv_proj.weight": weight} | others)
+
+    def model(*, mlp: bool = True) -> Any:
+        attn = lm.LazyMultiHeadAttention(heads, decode=False, use_bias=False, rngs=nnx.Rngs(0))
+        return nnx.Dict(h=nnx.List([nnx.Dict(attn=attn, **({"mlp": nnx.Dict(fc_in=linear(32))} if mlp else {}))]))
+
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(model(), path, layout="torch", rename=[(r"qkv_proj[.]weight", "in_proj_weight")])
+    (problem,) = caught.value.problems
+    assert problem.write == (
+        'rename=[lm.rules.Split("qkv_proj", into=("q_proj", "v_proj", "k_proj"), groups=4), ...]  # in place of a '
+        "rename to in_proj_weight"
+    )
+    loaded = model()
+    lm.load(loaded, path, layout="torch", rename=[Split("qkv_proj", into=("q_proj", "v_proj", "k_proj"), groups=4)])
+    query, value, key = np.split(weight.reshape(4, 3 * width // 4, width), 3, axis=1)
+    attn = loaded["h"][0]["attn"]
+    for found, wanted in ((attn.query, query), (attn.key, key), (attn.value, value)):
+        np.testing.assert_array_equal(found.kernel[...], wanted.reshape(width, width).T.reshape(width, heads, 2))
+    del others["h.0.mlp.fc_in.weight"]  # as Phi-3
+    path = saved(tmp_path, {"h.0.attn.qkv_proj.weight": weight} | others)
+    lm.load(model(mlp=False), path, layout="torch", rename=[(r"qkv_proj[.]weight", "in_proj_weight")])

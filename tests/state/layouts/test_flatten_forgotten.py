@@ -232,7 +232,7 @@ def test_flatten_takes_the_names_of_a_sequential_and_lists_those_that_there_are(
     for name in ("net.3", "net.layers.3"):
         loaded_one = loaded(model(), state(net=net), flatten={name: (4, 6, 5)})
         np.testing.assert_allclose(loaded_one["net"](IMAGE), net(X).detach().numpy(), atol=1e-5)
-    with pytest.raises(lm.StateDictError, match=r"the name of a Linear, .* or RMSNorm of the model: net\.3"):
+    with pytest.raises(lm.StateDictError, match=r"the name of a Linear, .* layer of the model: net\.3"):
         lm.load(model(), state(net=net), layout="torch", flatten={"fc": (4, 6, 5)})
 
 
@@ -380,3 +380,55 @@ def test_all_of_an_autoencoder_is_looked_at_by_an_image_of_its_size(padding: str
         wanted = out(row(mean(code)).view(-1, 5, 3, 3)).permute(0, 2, 3, 1).numpy(), spread(code).numpy()
     for ours, theirs in zip(model(jnp.asarray(x.permute(0, 2, 3, 1).numpy())), wanted, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+# ---------------------------------------------------------------- one axis of a map stays, as the time of a spectrogram
+
+
+class Spectra(nnx.Module):
+    """Convolution, whose channels and frequencies become the features of each time step."""
+
+    def __init__(self, layer: Callable[[], Any], order: tuple[int, ...] = (0, 2, 1, 3)) -> None:
+        self.conv, self.rest, self.order = lm.LazyConv2d(5, 3, rngs=nnx.Rngs(0)), layer(), order
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.conv(x).transpose(self.order)
+        return self.rest(x.reshape(*x.shape[:2], -1))
+
+
+def gru() -> Any:
+    return nnx.RNN(lm.LazyResetAfterGRUCell(2, rngs=nnx.Rngs(0)))
+
+
+RESTS: dict[str, tuple[Any, Callable[[], Any]]] = {
+    "Linear": (torch.nn.Linear(20, 2), lambda: lm.LazyLinear(2, rngs=nnx.Rngs(0))),
+    "GRU": (torch.nn.GRU(20, 2, batch_first=True), gru),
+    "LSTM": (torch.nn.LSTM(20, 2, batch_first=True), lambda: nnx.RNN(lm.LazyLSTMCell(2, rngs=nnx.Rngs(0)))),
+    "two directions": (
+        torch.nn.GRU(20, 2, batch_first=True, bidirectional=True),
+        lambda: nnx.Bidirectional(gru(), gru(), rngs=nnx.Rngs(0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RESTS)
+def test_a_time_step_of_a_spectrogram(name: str) -> None:
+    layer, build = RESTS[name]
+    file = state(conv=CONV, rest=layer)
+    with torch.no_grad():
+        wanted = layer(CONV(X).permute(0, 3, 1, 2).flatten(2))
+    wanted = (wanted[0] if isinstance(wanted, tuple) else wanted).numpy()
+    with pytest.warns(UserWarning) as caught:
+        lm.load(Spectra(build), file, layout="torch")
+    (text,) = [str(w.message) for w in caught]
+    assert "Write flatten={'rest': (4, 5)}, or {'rest': (20,)} if" in text
+    model = Spectra(build)
+    result = lm.load(model, file, layout="torch", flatten={"rest": (4, 5)})
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_allclose(model(IMAGE), wanted, atol=1e-5)
+    out = lm.export_torch(model, like=result)
+    assert out.keys() == file.keys() and all(np.array_equal(out[key], value) for key, value in file.items())
+    turned = Spectra(build, (0, 2, 3, 1))  # channels before frequencies, as in PyTorch
+    loaded(turned, file)
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_allclose(turned(IMAGE), wanted, atol=1e-5)

@@ -306,11 +306,11 @@ m.weight (LazyLinear m)
         """\
 fc
   got:    flatten for it, and no layer of that name that can follow a flatten
-  needed: the name of a Linear, LinearGeneral, BatchNorm, LayerNorm or RMSNorm of the model
+  needed: the name of a Linear, LinearGeneral, BatchNorm, LayerNorm, RMSNorm or recurrent layer of the model
   write:  flatten={"fc": (height, width, channels)}
 m
   got:    flatten for it, and no layer of that name that can follow a flatten
-  needed: the name of a Linear, LinearGeneral, BatchNorm, LayerNorm or RMSNorm of the model
+  needed: the name of a Linear, LinearGeneral, BatchNorm, LayerNorm, RMSNorm or recurrent layer of the model
   write:  flatten={"fc": (height, width, channels)}""",
         {"m": (1, 3), "fc": (3,)},
     ),

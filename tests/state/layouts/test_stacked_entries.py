@@ -75,12 +75,84 @@ def test_stacked_statistics_after_a_flatten() -> None:
         np.testing.assert_array_equal(value[...], want)
 
 
+def attention(bias: bool = True) -> nnx.MultiHeadAttention:
+    return nnx.MultiHeadAttention(2, 8, decode=False, use_bias=bias, rngs=nnx.Rngs(0))
+
+
 def test_a_stack_for_one_attention_is_refused() -> None:
-    model = nnx.Dict(m=nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0)))
     state = {f"m.{k}": v for k, v in torch.nn.MultiheadAttention(8, 2).state_dict().items()}
     state["m.out_proj.weight"] = torch.ones(2, 4, 8)  # the shape of Flax's kernel
-    with pytest.raises(lm.StateDictError, match="2 axes, as PyTorch has"):
-        lm.load(model, state, layout="torch")
+    with pytest.raises(lm.StateDictError, match="2 axes, as PyTorch has") as caught:
+        lm.load(nnx.Dict(m=attention()), state, layout="torch")
+    write = r'rename=[(r"^m\.out_proj\.weight$", "m.out.kernel")]  # with an axis of heads'
+    assert [problem.write for problem in caught.value.problems] == [write]
+
+
+def test_matrices_with_an_axis_of_heads() -> None:
+    """XLNet has ``(features, heads, features of a head)`` for all four; the lines name them as Flax does."""
+    draw = np.random.default_rng(0)
+    names = {"q": "query", "k": "key", "v": "value", "o": "out"}
+    state = {f"m.{name}": draw.standard_normal((8, 2, 4)).astype(np.float32) for name in names}
+    weights = [(f"m.{short}$", f"m.{name}.weight") for short, name in names.items()]
+    model = nnx.Dict(m=attention(bias=False))
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(model, state, layout="torch", rename=weights)
+    rules = [rule for p in caught.value.problems for rule in eval(f"dict({p.write}\n)", {"lm": lm})["rename"]]
+    lm.load(model, state, layout="torch", rename=[*weights, *rules])
+    x = draw.standard_normal((2, 5, 8)).astype(np.float32)
+    q, k, v = (torch.einsum("bld,dhn->bhln", *map(torch.from_numpy, (x, state[f"m.{name}"]))) for name in "qkv")
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    with jax.default_matmul_precision("highest"):
+        got = np.asarray(model.m(jnp.asarray(x)))
+    np.testing.assert_allclose(got, torch.einsum("bhln,dhn->bld", y, torch.from_numpy(state["m.o"])), atol=1e-5)
+
+
+def attentions(n: int, *, fused: bool, bias: bool) -> tuple[list[Any], dict[str, Any]]:
+    """Return attentions of PyTorch, and their stacked entries."""
+    torch.manual_seed(0)
+    layers = [torch.nn.MultiheadAttention(8, 2, bias=bias, batch_first=True) for _ in range(n)]
+    state = {f"m.attn.{k}": torch.stack([x.state_dict()[k] for x in layers]).clone() for k in layers[0].state_dict()}
+    for value in state.values():
+        value += torch.arange(n).reshape(-1, *(1,) * (value.ndim - 1)) / 10
+    for i, layer in enumerate(layers):
+        layer.load_state_dict({k.removeprefix("m.attn."): v[i] for k, v in state.items()})
+    for kind in ("weight", "bias") if not fused else ():
+        whole = state.pop(f"m.attn.in_proj_{kind}", None)
+        parts = [] if whole is None else whole.chunk(3, 1)
+        state |= {f"m.attn.{q}_proj.{kind}": part for q, part in zip("qkv", parts, strict=False)}
+    return layers, state
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_attentions_of_a_stack(fused: bool, bias: bool) -> None:
+    layers, state = attentions(3, fused=fused, bias=bias)
+    make = nnx.vmap(lambda key: nnx.MultiHeadAttention(2, 8, decode=False, use_bias=bias, rngs=nnx.Rngs(key)))
+    model: Any = nnx.Dict(m=nnx.Dict(attn=make(jax.random.split(jax.random.key(0), 3))))
+    out = lm.export_torch(model, like=lm.load(model, state, layout="torch"))
+    assert out.keys() == state.keys() and all(np.array_equal(out[key], value) for key, value in state.items())
+    x = torch.randn(2, 5, 8)
+    with jax.default_matmul_precision("highest"):
+        run = nnx.vmap(lambda layer, y: layer(y), in_axes=(0, None))
+        got = np.asarray(run(model.m.attn, jnp.asarray(x.numpy())))
+    for i, layer in enumerate(layers):
+        np.testing.assert_allclose(got[i], layer(x, x, x)[0].detach().numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_line_for_stacked_attentions_takes_them_apart(fused: bool) -> None:
+    layers, state = attentions(3, fused=fused, bias=True)
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(nnx.Dict(m=nnx.Dict(attn=attention())), state, layout="torch")
+    (line,) = {problem.write for problem in caught.value.problems}
+    assert line == r'rename=[lm.rules.Unstack(r"\bm[.]", into="m.{i}.")]  # for a list of 3 in the model'
+    several: Any = nnx.Dict(m=nnx.List([nnx.Dict(attn=attention()) for _ in range(3)]))
+    lm.load(several, state, layout="torch", **eval(f"dict({line.partition('  #')[0]})", {"lm": lm}))
+    x = torch.randn(2, 5, 8)
+    with jax.default_matmul_precision("highest"):
+        for block, layer in zip(several.m, layers, strict=True):
+            got = np.asarray(block.attn(jnp.asarray(x.numpy())))
+            np.testing.assert_allclose(got, layer(x, x, x)[0].detach().numpy(), atol=1e-5)
 
 
 def test_stacked_layers_are_refused_by_an_export() -> None:
@@ -109,3 +181,18 @@ def test_numbered_modules_where_the_model_has_a_stack() -> None:
     lm.load(model, given, layout="torch", **options)
     wanted = np.stack([given[f"layers.{i}.out.weight"].T for i in range(3)])
     np.testing.assert_array_equal(model.layers.out.kernel[...], wanted)
+
+
+def test_a_stack_where_the_model_has_numbered_modules() -> None:
+    """The error says the rule that takes it apart; with it they load."""
+    model = nnx.Dict(layers=nnx.List([nnx.Dict(fc=nnx.Linear(4, 4, rngs=nnx.Rngs(0))) for _ in range(3)]))
+    draw = np.random.default_rng(0)
+    given = {"layers.fc.weight": draw.random((3, 4, 4), np.float32), "layers.fc.bias": draw.random((3, 4), np.float32)}
+    with pytest.raises(lm.StateDictError) as error:
+        lm.load(model, given, layout="torch")
+    _, cause, write, *_ = str(error.value).splitlines()
+    assert cause == "  cause:  the model has numbered modules in 'layers', where the file has one, a stack of them"
+    assert write == r'  write:  rename=[lm.rules.Unstack(r"\blayers[.]", into="layers.{i}.")]'
+    lm.load(model, given, layout="torch", **eval(f"dict({write.removeprefix('  write:  ')})", {"lm": lm}))
+    for layer, kernel in zip(model.layers, given["layers.fc.weight"], strict=True):
+        np.testing.assert_array_equal(layer.fc.kernel[...], kernel.T)

@@ -1,0 +1,103 @@
+"""What to write for entries that are missing, and for those that the model has no parameter for, in a strict load."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+from flax import nnx
+
+from lazymods._errors import Problem, describe
+from lazymods._graph import dotted
+from lazymods.state import attention_names, missing, tied_heads
+from lazymods.state.load_plan import LoadPlan
+
+TORCH_LINE = 'lm.load(model, source, layout="torch")  # if PyTorch wrote it; source: the file, or the state dict'
+TORCH_LEAVES = ("weight", "num_batches_tracked", "running_mean", "running_var", "in_proj_weight", "weight_ih_l0")
+
+
+def problems(
+    plan: LoadPlan,
+    lacking: Sequence[str],
+    unexpected: Sequence[str],
+    *,
+    file: str,
+    sources: Mapping[str, tuple[str, ...]],
+    known: Mapping[str, tuple[str, str]],
+    is_flax: bool,
+    may_ignore: bool,
+) -> Iterator[Problem]:
+    """Give a problem for each entry that is missing, or that the model has no parameter for.
+
+    Args:
+        plan: What the load would do.
+        lacking: Names of the model without an entry, which may not be missing.
+        unexpected: Names of entries without a parameter.
+        file: What messages call the file.
+        sources: The names in the file of what is loaded.
+        known: For names without an entry, what was got instead and the line to write, where it is known.
+        is_flax: Whether the entries are taken for ones of Flax's names and layouts.
+        may_ignore: Whether the load takes ``ignore``.
+    """
+    line = "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one"
+    usual = (f"no entry in {file}", line)
+    shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if lacking else {}
+    options = missing.Options(plan.survey, shapes, unexpected)
+    sequential = [dotted(path) for path, node in plan.survey.named_nodes if isinstance(node, nnx.Sequential)]
+    lengths = missing.Lengths(plan.given, plan.places, sequential)
+    shared = missing.shared(plan.places, lacking, shapes, {n: plan.given.get(n) for n in unexpected}, sources)
+    attentions = {} if is_flax else attention_names.lines(plan, lacking, unexpected)
+    ignoring = _Ignoring(plan.places)
+    for name in lacking:
+        why = known.get(name) or shared.why.get(name) or missing.cause_of(plan.places, name, shapes, sources)
+        got, line = why or usual
+        if line is usual[1]:
+            line = lengths.line_for(name) or options.without(name) or attentions.get(name) or line
+        yield Problem(name, got, "an entry for each parameter of the model", line)
+    for name in unexpected:
+        got = f"{describe(plan.given[name])}, an entry" if name in plan.given else "an entry"
+        line = plan.sizes_line(name) or options.with_it(name) or shared.lines.get(name) or attentions.get(name)
+        line = line or _head_line(plan, name) or _mask_line(plan, name) or lengths.line_for(name)
+        if line is None and is_flax and name.rpartition(".")[2] in TORCH_LEAVES:
+            line = TORCH_LINE
+        elif line is None:
+            line = f"{ignoring.line(name) if may_ignore else 'strict=False'}  # leaves it out"
+        yield Problem(name, f"{got} that the model has no parameter for", "only entries of the model", line)
+
+
+def _head_line(plan: LoadPlan, name: str) -> str | None:
+    """Say what to write for an entry that may be an output layer, where the model has the embedding for one."""
+    embeddings = {n: w.value for n, w in plan.writes.items() if tied_heads.is_embedding(w.place)}
+    return f"{tied_heads.LINE}  # for it" if tied_heads.untied(plan.given.get(name), embeddings) else None
+
+
+def _mask_line(plan: LoadPlan, name: str) -> str | None:
+    """Say what to write for a mask of the shape of the weight beside it, as masked convolutions have one."""
+    module, _, leaf = name.rpartition(".")
+    write = plan.writes.get(f"{module}.kernel".lstrip("."))
+    shape = np.shape(plan.given.get(name, 0))
+    if leaf != "mask" or write is None or len(shape) < 2 or sorted(shape) != sorted(np.shape(write.value)):
+        return None
+    weights = '{k: v * o.get(k[:-6] + "mask", 1) for k, v in o.items() if k[-5:] != ".mask"}'
+    return f"source = {weights}  # of o = lm.open(path): the weight that PyTorch computes with"
+
+
+class _Ignoring:
+    """The lines that leave entries out: as few as name nothing that the model has.
+
+    Args:
+        known: The model's names.
+    """
+
+    def __init__(self, known: Iterable[str]) -> None:
+        kinds = {re.sub(r"(?<![^.])\d+(?![^.])", "0", name) for name in known}
+        self._known = {kind[:at] for kind in kinds for at, sign in enumerate(kind) if sign == "."}
+
+    def line(self, name: str) -> str:
+        """Return the line for a name: for all of the outermost module that the model has not."""
+        parts = ["0" if part.isdecimal() else part for part in name.split(".")]
+        has = (n for n in range(1, len(parts)) if ".".join(parts[:n]) not in self._known)
+        length = next(has, len(parts))
+        pattern = "[.]".join(r"\d+" if part.isdecimal() else re.escape(part) for part in name.split(".")[:length])
+        return f'ignore=r"^{pattern}{"[.]" if length < len(parts) else "$"}"'

@@ -1,0 +1,220 @@
+"""Lines of errors, followed: each leads to PyTorch's numbers, or to the next error, never to others."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import lazymods as lm
+
+torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
+
+R = nnx.Rngs(0)
+
+
+def linear(features: int) -> Any:
+    return lm.LazyLinear(features, rngs=R)
+
+
+def refused(model: Any, state: Any, **options: Any) -> list[Any]:
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(model, state, layout="torch", **options)
+    return list(caught.value.problems)
+
+
+def lines(model: Any, state: Any, **options: Any) -> dict[str, str]:
+    return {problem.where.partition(" ")[0]: problem.write for problem in refused(model, state, **options)}
+
+
+def options_of(line: str) -> dict[str, Any]:
+    return eval(f"dict({line.partition('  #')[0]})", {"lm": lm})
+
+
+def random_state(module: Any) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(0)
+    return {name: torch.randn(value.shape, generator=draw) for name, value in module.state_dict().items()}
+
+
+# ---------------------------------------------------------------- one part of a file, the others ignored
+
+
+def tower() -> nnx.Dict:
+    layers = nnx.List([nnx.Dict(fc1=linear(4), fc2=linear(3)) for _ in range(2)])
+    return nnx.Dict(layers=layers, norm=lm.LazyLayerNorm(rngs=R))
+
+
+TOWER: dict[str, tuple[int, ...]] = {"norm.weight": (3,), "norm.bias": (3,)}
+for i in range(2):
+    TOWER |= {f"layers.{i}.fc1.weight": (4, 3), f"layers.{i}.fc1.bias": (4,)}
+    TOWER |= {f"layers.{i}.fc2.weight": (3, 4), f"layers.{i}.fc2.bias": (3,)}
+
+
+def towers(*prefixes: str) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    return {p + name: draw.random(size, np.float32) for p in prefixes for name, size in TOWER.items()}
+
+
+@pytest.mark.parametrize("wrapper", ["", "model.", "clip."])
+@pytest.mark.parametrize("wanted", ["text", "vision"])
+def test_the_prefix_of_what_is_not_ignored(wrapper: str, wanted: str) -> None:
+    state = towers(f"{wrapper}text.", f"{wrapper}vision.") | {f"{wrapper}scale": np.ones((), np.float32)}
+    assert refused(tower(), state)
+    other = {"text": "vision", "vision": "text"}[wanted]
+    model = tower()
+    result = lm.load(model, state, layout="torch", ignore=[rf"\b{other}[.]", r"\bscale$"])
+    assert {re.findall("text|vision", name)[0] for (name,) in result.matched.values()} == {wanted}
+    np.testing.assert_array_equal(model["norm"].scale[...], state[f"{wrapper}{wanted}.norm.weight"])
+
+
+def test_what_is_ignored_is_loaded_all_the_same_if_the_model_has_it() -> None:
+    state = towers("bert.")
+    for pattern in ("bert", "layers", "norm"):
+        model = tower()
+        assert len(lm.load(model, state, layout="torch", ignore=pattern).matched) == len(TOWER)
+        np.testing.assert_array_equal(model["norm"].scale[...], state["bert.norm.weight"])
+
+
+# ---------------------------------------------------------------- entries that are left out
+
+
+def test_the_line_leaves_out_no_more_than_it_names() -> None:
+    """``strict=False`` would also let go what the model misses."""
+    state = towers("") | {"aux.head.weight": np.ones((2, 2)), "layers.1.gate.scale": np.ones(2), "step": np.ones(())}
+    state["layers.0.fc.weight"] = state.pop("layers.0.fc1.weight")
+    found = lines(tower(), state)
+    assert found == {
+        "aux.head.weight": 'ignore=r"^aux[.]"  # leaves it out',
+        "layers.1.gate.scale": r'ignore=r"^layers[.]\d+[.]gate[.]"  # leaves it out',
+        "step": 'ignore=r"^step$"  # leaves it out',
+        "layers.0.fc.weight": r'ignore=r"^layers[.]\d+[.]fc[.]"  # leaves it out',
+        "layers.0.fc1.kernel": found["layers.0.fc1.kernel"],
+    }
+    ignored = [options_of(line)["ignore"] for name, line in found.items() if name != "layers.0.fc1.kernel"]
+    assert list(lines(tower(), state, ignore=ignored)) == ["layers.0.fc1.kernel"]
+    with pytest.raises(lm.StateDictError, match="strict=False  # leaves it out"):
+        lm.load_state_dict(nnx.Dict(fc=nnx.Linear(2, 2, rngs=R)), {"other": jnp.ones(2)})
+
+
+class MaskedLinear(torch.nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("mask", torch.tril(torch.ones(outputs, inputs), -1))
+
+    def forward(self, x: Any) -> Any:
+        return torch.nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+
+def test_masks_of_weights(tmp_path: Any) -> None:
+    net = torch.nn.Sequential(MaskedLinear(3, 4), torch.nn.ReLU(), MaskedLinear(4, 5))
+    torch.save(net.state_dict(), tmp_path / "made.pt")
+    made = lambda: nnx.Sequential(linear(4), nnx.relu, linear(5))  # noqa: E731
+    found = lines(made(), tmp_path / "made.pt")
+    assert set(found) == {"layers.0.mask", "layers.2.mask"} and len(set(found.values())) == 1
+    given: dict[str, Any] = {"o": lm.open(tmp_path / "made.pt")}
+    exec(next(iter(found.values())), given)
+    model = made()
+    lm.load(model, given["source"], layout="torch")
+    x = torch.randn(2, 3)
+    with jax.default_matmul_precision("highest"):
+        np.testing.assert_allclose(model(jnp.asarray(x.numpy())), net(x).detach().numpy(), atol=1e-6)
+
+
+# ---------------------------------------------------------------- lists in lists
+
+
+def nested(n: int, m: int, *, sequential: bool = False) -> nnx.Dict:
+    many = (lambda layers: nnx.Sequential(*layers)) if sequential else nnx.List
+    return nnx.Dict(e=many([nnx.Dict(f=many([nnx.Linear(2, 2, rngs=R) for _ in range(m)])) for _ in range(n)]))
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+@pytest.mark.parametrize(("file", "model"), [((3, 3), (2, 2)), ((2, 2), (3, 3)), ((3, 2), (2, 3)), ((2, 3), (2, 2))])
+def test_lists_of_another_length_in_lists(file: tuple[int, int], model: tuple[int, int], sequential: bool) -> None:
+    """Followed from the outside, the lines end in a model that the file fits."""
+    state = {f"e.{i}.f.{j}.{leaf}": np.ones(size, np.float32) for i in range(file[0]) for j in range(file[1])
+             for leaf, size in (("weight", (2, 2)), ("bias", (2,)))}  # fmt: skip
+    n, m = model
+    while (n, m) != file:
+        found = set(lines(nested(n, m, sequential=sequential), state).values())
+        assert all(line.startswith("n_layers = ") for line in found)
+        outer = [line for line in found if " of e:" in line]
+        (said, *_) = {int(re.match(r"n_layers = (\d+)", line)[1]) for line in outer or found}  # type: ignore[index]
+        n, m = (said, m) if outer else (n, said)
+    lm.load(nested(n, m, sequential=sequential), state, layout="torch")
+
+
+def test_one_layer_for_all_in_the_file() -> None:
+    """ALBERT has one layer, which it calls several times."""
+    state = {"layers.0.weight": np.ones((2, 2), np.float32), "layers.0.bias": np.ones(2, np.float32)}
+    model = nnx.Dict(layers=nnx.List([nnx.Linear(2, 2, rngs=R) for _ in range(3)]))
+    assert set(lines(model, state).values()) == {
+        "n_layers = 1  # of layers: the file has 1, the model 3; or nnx.List([layer] * 3), if all are one, as in ALBERT"
+    }
+    layer = linear(2)
+    shared = nnx.Dict(layers=nnx.List([layer] * 3))
+    lm.load(shared, state, layout="torch")
+    assert shared["layers"][2] is shared["layers"][0]
+
+
+# ---------------------------------------------------------------- one table for several
+
+
+class Apart(nnx.Module):
+    """Encoder, decoder and head with tables of their own."""
+
+    def __init__(self, *, head: bool = True, shared: bool = False) -> None:
+        norms = [lm.LazyRMSNorm(rngs=R) for _ in range(2)]
+        self.encoder, self.decoder = (nnx.Dict(embed_tokens=nnx.Embed(7, 3, rngs=R), norm=norm) for norm in norms)
+        self.encoder.embed_positions = nnx.Embed(7, 3, rngs=R)
+        if head:
+            self.lm_head = lm.LazyLinear(7, use_bias=False, rngs=R)
+        if shared:
+            self.shared = nnx.Embed(7, 3, rngs=R)
+
+
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_shared_weight(prefix: str, shared: bool, head: bool) -> None:
+    table, positions = (np.random.default_rng(i).random((7, 3), np.float32) for i in range(2))
+    one = np.ones(3, np.float32)
+    state = {"shared.weight": table, "encoder.norm.weight": one, "decoder.norm.weight": one}
+    state = {f"{prefix}{n}": v for n, v in (state | {"encoder.embed_positions.weight": positions}).items()}
+    (line,) = set(lines(Apart(head=head, shared=shared), state).values())
+    model = Apart(head=head, shared=shared)
+    lm.load(model, state, layout="torch", **options_of(line))
+    for part in (model.encoder, model.decoder):
+        np.testing.assert_array_equal(part["embed_tokens"].embedding[...], table)
+    np.testing.assert_array_equal(model.encoder["embed_positions"].embedding[...], positions)
+    if head:
+        np.testing.assert_array_equal(model.lm_head.kernel[...], table.T)
+
+
+@pytest.mark.parametrize("file", [{"wte.weight": 1}, {"transformer.wte.weight": 1}])
+def test_the_copy_for_a_head_names_the_entry_of_the_file(file: dict[str, int]) -> None:
+    """Also where the model's name of it is a longer one."""
+    table = np.random.default_rng(0).random((7, 3), np.float32)
+    state = dict.fromkeys(file, table)
+    made = lambda: nnx.Dict(net=nnx.Dict(wte=nnx.Embed(7, 3, rngs=R)), lm_head=lm.LazyLinear(7, use_bias=False, rngs=R))  # noqa: E731
+    rename = {} if "wte.weight" in file else {"rename": [("^transformer", "net")]}
+    (line,) = set(lines(made(), state, **rename).values())
+    model = made()
+    rules = [*options_of(line)["rename"], *rename.get("rename", [])]
+    lm.load(model, state, layout="torch", rename=rules)
+    np.testing.assert_array_equal(model["lm_head"].kernel[...], table.T)
+
+
+def test_the_copy_for_a_head_of_a_file_of_flax(tmp_path: Any) -> None:
+    tied = nnx.Dict(wte=nnx.Embed(7, 3, rngs=R))
+    lm.save(tied, tmp_path / "tied.safetensors")
+    made = lambda: nnx.Dict(wte=nnx.Embed(7, 3, rngs=R), lm_head=lm.LazyLinear(7, use_bias=False, rngs=R))  # noqa: E731
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(made(), tmp_path / "tied.safetensors")
+    (problem,) = caught.value.problems
+    model = made()
+    lm.load(model, tmp_path / "tied.safetensors", **options_of(problem.write))
+    np.testing.assert_array_equal(model["lm_head"].kernel[...], tied["wte"].embedding[...].T)
