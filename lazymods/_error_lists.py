@@ -63,11 +63,13 @@ def cause_of(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[str, st
     theirs = {name.rpartition(".")[0] for name in unexpected}
     ours, theirs = ours - {""}, theirs - {""}
     for longer, shorter, is_theirs in ((theirs, ours, True), (ours, theirs, False)):
-        prefix, count = _common_prefix(longer, shorter)
+        (prefix, *others), count = _common_prefixes(longer, shorter)
         if prefix and 2 * count > min(len(longer), len(shorter)):
             if is_theirs:
                 line = f'rename=[(r"^{re.escape(prefix)}", "")]'
-                return f"the file's names begin with {prefix!r}, the model's do not", line
+                several = "".join(f" or {other!r}" for other in others[:3])
+                line += f"  # or{several.removeprefix(' or')}: whichever part is meant" if others else ""
+                return f"the file's names begin with {prefix!r}{several}, the model's do not", line
             return f"the model's names begin with {prefix!r}, the file's do not", f'rename=[(r"^", {prefix!r})]'
     prefix = _numbered(ours, theirs)
     if prefix is not None:
@@ -97,9 +99,9 @@ def _numbered(ours: set[str], theirs: set[str]) -> str | None:
     return prefix
 
 
-def _common_prefix(longer: set[str], shorter: set[str]) -> tuple[str, int]:
-    """Return the prefix by which the most names of one set are names of the other one."""
-    counts: dict[str, int] = {}
+def _common_prefixes(longer: set[str], shorter: set[str]) -> tuple[list[str], int]:
+    """Return the prefixes by which the most names of one set are names of the other one, and how many."""
+    counts: dict[str, int] = {"": 0}
     for name in longer:
         at = name.find(".")
         while at >= 0:
@@ -107,4 +109,5 @@ def _common_prefix(longer: set[str], shorter: set[str]) -> tuple[str, int]:
                 prefix = name[: at + 1]
                 counts[prefix] = counts.get(prefix, 0) + 1
             at = name.find(".", at + 1)
-    return max(counts.items(), key=lambda item: item[1], default=("", 0))
+    most = max(counts.values())
+    return sorted(prefix for prefix, count in counts.items() if count == most), most

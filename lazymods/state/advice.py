@@ -10,7 +10,7 @@ from flax import nnx
 
 from lazymods._errors import Problem, describe
 from lazymods._graph import dotted
-from lazymods.state import attention_names, missing, tied_heads
+from lazymods.state import attention_names, missing, near_names, tied_heads
 from lazymods.state.load_plan import LoadPlan
 
 TORCH_LINE = 'lm.load(model, source, layout="torch")  # if PyTorch wrote it; source: the file, or the state dict'
@@ -35,7 +35,7 @@ def problems(
         lacking: Names of the model without an entry, which may not be missing.
         unexpected: Names of entries without a parameter.
         file: What messages call the file.
-        sources: The names in the file of what is loaded.
+        sources: The names in the file.
         known: For names without an entry, what was got instead and the line to write, where it is known.
         is_flax: Whether the entries are taken for ones of Flax's names and layouts.
         may_ignore: Whether the load takes ``ignore``.
@@ -48,17 +48,18 @@ def problems(
     lengths = missing.Lengths(plan.given, plan.places, sequential)
     shared = missing.shared(plan.places, lacking, shapes, {n: plan.given.get(n) for n in unexpected}, sources)
     attentions = {} if is_flax else attention_names.lines(plan, lacking, unexpected)
+    near = {} if is_flax else near_names.lines(lacking, unexpected, sources)
     ignoring = _Ignoring(plan.places)
     for name in lacking:
         why = known.get(name) or shared.why.get(name) or missing.cause_of(plan.places, name, shapes, sources)
         got, line = why or usual
         if line is usual[1]:
-            line = lengths.line_for(name) or options.without(name) or attentions.get(name) or line
+            line = lengths.line_for(name) or attentions.get(name) or near.get(name) or options.without(name) or line
         yield Problem(name, got, "an entry for each parameter of the model", line)
     for name in unexpected:
         got = f"{describe(plan.given[name])}, an entry" if name in plan.given else "an entry"
         line = plan.sizes_line(name) or options.with_it(name) or shared.lines.get(name) or attentions.get(name)
-        line = line or _head_line(plan, name) or _mask_line(plan, name) or lengths.line_for(name)
+        line = line or near.get(name) or _head_line(plan, name) or _mask_line(plan, name) or lengths.line_for(name)
         if line is None and is_flax and name.rpartition(".")[2] in TORCH_LEAVES:
             line = TORCH_LINE
         elif line is None:
@@ -68,6 +69,8 @@ def problems(
 
 def _head_line(plan: LoadPlan, name: str) -> str | None:
     """Say what to write for an entry that may be an output layer, where the model has the embedding for one."""
+    if not name.endswith((".weight", ".kernel")):
+        return None
     embeddings = {n: w.value for n, w in plan.writes.items() if tied_heads.is_embedding(w.place)}
     return f"{tied_heads.LINE}  # for it" if tied_heads.untied(plan.given.get(name), embeddings) else None
 

@@ -85,15 +85,15 @@ def load(
             for ``layers.0`` in an ``nnx.Sequential``, the prefixes ``module.``, ``_orig_mod.``, ``model.``,
             ``params.`` and ``batch_stats.``, any one prefix that many names have (``bert.``) or lack, a norm's
             ``weight``, ``running_mean`` and ``running_var``, ``weight_ih_l1`` for the second of a list of recurrent
-            layers, PEFT's names of adapters.
-        flatten: With ``layout="torch"``, for a Linear after a flatten, the shape ``(H, W, C)`` that is flattened, by
-            the Linear's path: PyTorch flattens channels first.
+            layers or cells, PEFT's names of adapters.
+        flatten: With ``layout="torch"``, for a Linear or recurrent layer after a flatten, the shape ``(H, W, C)`` that
+            is flattened, by the layer's path: PyTorch flattens channels first.
         root: The part of the file that is meant, by what its names begin with: ``"model_ema"``; None: the one that
             fits, or the whole.
         variant: Of a folder, the variant of its files: ``"fp16"`` for ``model.fp16.safetensors``.
         ignore: Regular expressions, searched for in the names of entries that the model has no parameter for: these
-            are left out. Buffers that are known (position numbers, causal masks, rotary frequencies, counters) are
-            left out with ``layout="torch"`` without it.
+            are left out, and a prefix is found by the others. Buffers that are known (position numbers, causal masks,
+            rotary frequencies, counters) are left out with ``layout="torch"`` without it.
         missing: Regular expressions, searched for in the model's names: these may be missing.
         strict: Whether missing and unexpected entries are errors.
         mismatched: ``"error"``, or ``"skip"`` to leave out entries whose shape does not fit, and list them.

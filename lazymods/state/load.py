@@ -240,7 +240,7 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
             missing,
             result.unexpected,
             file=origin.name,
-            sources=result.matched,
+            sources={**origin.sources, **result.matched},
             known=origin.why_missing(missing),
             is_flax=origin.is_flax,
             may_ignore=bool(origin.sources),  # lm.load takes it

@@ -22,6 +22,7 @@ from lazymods.state.values import unwrapped
 
 _AFFINE = (nnx.LayerNorm, nnx.RMSNorm, nnx.GroupNorm, nnx.InstanceNorm)  # of which a file may have nothing
 _NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")  # a part of a name
+_RECURRENT = re.compile(r"(?<![^.])((?:weight|bias)_(?:ih|hh|hr))_l(\d+)((?:_reverse)?)$")  # of a layer of several
 Shapes = Mapping[str, tuple[int, ...]]
 _OTHER_TABLES = re.compile(r"(^|_)(pos|wpe|rel|type|token_type|seg|lang)")  # their rows are positions, or kinds
 
@@ -243,6 +244,7 @@ class Lengths:
         return found
 
     def _as_in_torch(self, name: str) -> str:
+        name = _RECURRENT.sub(r"\2.\1\3", name)
         for prefix in self._sequential:
             if name.startswith(f"{prefix}layers."):
                 name = prefix + name.removeprefix(f"{prefix}layers.")

@@ -144,7 +144,7 @@ class _Matcher:
         leaf = ".".join(rest)
         if isinstance(node, nnx.MultiHeadAttention):
             return rest[0] in _OF_ATTENTION or _PROJECTIONS.fullmatch(leaf) is not None
-        if isinstance(node, nnx.RNNCellBase) and _CELL.fullmatch(leaf):
+        if isinstance(node, nnx.RNNCellBase) and (_CELL.fullmatch(leaf) or _of_cell(leaf)):
             return True
         if _LAYER.fullmatch(leaf):
             return isinstance(node, (nnx.RNN, nnx.Bidirectional)) or module in self.stacks
@@ -222,7 +222,10 @@ class _Matcher:
             return prefix + self._flax_leaf(prefix, leaf, tensor)
         layer = _LAYER.fullmatch(leaf)
         if layer is not None and module in self.stacks and int(layer[2]) < len(self.stacks[module]):
-            return f"{self.stacks[module][int(layer[2])]}.{layer[1]}_l0{layer[3]}{layer[4]}"
+            module = self.stacks[module][int(layer[2])]
+            prefix, leaf = f"{module}.", f"{layer[1]}_l0{layer[3]}{layer[4]}"
+        if isinstance(self.nodes[module], nnx.RNNCellBase):
+            return prefix + (_of_cell(leaf) or leaf)
         if leaf in _NORM_LEAVES and isinstance(self.nodes[module], _NORMS):
             return prefix + _NORM_LEAVES[leaf]
         node = self.nodes[module]
@@ -240,6 +243,12 @@ class _Matcher:
         return other if prefix + other in self.known else leaf
 
 
+def _of_cell(leaf: str) -> str | None:
+    """Return what a cell calls an entry of PyTorch's layer 0; None if it is none."""
+    layer = _LAYER.fullmatch(leaf)
+    return None if layer is None or layer[2] != "0" or layer[3] else f"{layer[1]}{layer[4]}"
+
+
 def _flax_words(leaf: str) -> tuple[str, ...]:
     """Return what Flax may call what another library calls so."""
     return (leaf, "scale") if leaf == "weight" else (leaf, _LEAVES.get(leaf, leaf))
@@ -254,7 +263,7 @@ def _recurrent_stacks(nodes: Iterable[tuple[Path, Any]]) -> dict[str, list[str]]
     below: dict[Path, list[str]] = {}
     sequential = {path for path, node in nodes if isinstance(node, nnx.Sequential)}
     for path, node in nodes:
-        if path and str(path[-1]).isdecimal() and isinstance(node, (nnx.RNN, nnx.Bidirectional)):
+        if path and str(path[-1]).isdecimal() and isinstance(node, (nnx.RNN, nnx.Bidirectional, nnx.RNNCellBase)):
             owner = path[:-1]
             if owner and owner[-1] == "layers" and owner[:-1] in sequential:
                 owner = owner[:-1]

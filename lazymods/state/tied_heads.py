@@ -64,7 +64,7 @@ def remarks(
         if cause is not None:
             out.append(f"{name} is left as it is: {cause[0]}; write {cause[1]}")
     held = {n: value_now(p) for n, p in places.items() if n in loaded and is_embedding(p)}
-    for name in unexpected:
+    for name in [name for name in unexpected if name.endswith((".weight", ".kernel"))]:
         embedding = untied(left.get(name), held)
         if embedding is not None:
             out.append(

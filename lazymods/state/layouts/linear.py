@@ -8,6 +8,7 @@ file.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +27,7 @@ from lazymods.state.layouts.rule import Cannot, Field, Rule, Simple
 from lazymods.state.layouts.site import Array, Refusal, Site
 
 BIAS = Field("bias", "bias")
+_MOST_GROUPS = 8  # that a line to write names
 
 
 def _spatial(site: Site) -> tuple[int, ...]:
@@ -44,6 +46,15 @@ def _transposed_axes(site: Site) -> Axes:
     return Axes((*_spatial(site), 0, 1), _spatial(site))
 
 
+def _of_each_group(name: str, groups: int, features: int) -> str:
+    """Return the line for a grouped layer: one layer a group in the model, and the file's arrays cut."""
+    if groups > _MOST_GROUPS or not name:
+        return "groups=1  # of torch.nn.ConvTranspose; or one nnx.ConvTranspose for each group"
+    into = ", ".join(f'"{name}.{i}."' for i in range(groups))
+    layers = f"an nnx.List of {groups} nnx.ConvTranspose of {features} features, each for its part of the channels"
+    return rf'rename=[lm.rules.Split(r"\b{re.escape(name)}[.]", into=({into}))]  # for {layers}'
+
+
 class _Transposed(Kernel):
     """The kernel of a transposed convolution, which Flax has without groups."""
 
@@ -55,7 +66,7 @@ class _Transposed(Kernel):
                 f"a weight of shape {array.shape}, which is one of {features // array.shape[1]} groups for "
                 f"out_features={features}",
                 "groups=1: nnx.ConvTranspose has no groups",
-                "groups=1  # of torch.nn.ConvTranspose; or one nnx.ConvTranspose for each group",
+                _of_each_group(site.prefix[:-1], features // array.shape[1], array.shape[1]),
             )
 
 
@@ -160,7 +171,9 @@ _EINSUM = Cannot(
 )
 
 LINEAR = Simple(Field("weight", "kernel", Kernel(lambda site: Axes((1, 0)))), BIAS, flattens=True)
-CONV = Simple(Field("weight", "kernel", Kernel(_conv_axes)), BIAS)
+CONV = Simple(
+    Field("weight", "kernel", Kernel(_conv_axes)), BIAS, Field("mask", "mask", Kernel(_conv_axes, entry="mask"))
+)
 CONV_TRANSPOSE = Simple(Field("weight", "kernel", _Transposed(_transposed_axes)), BIAS)
 LINEAR_GENERAL = Simple(Field("weight", "kernel", _Flat()), Field("bias", "bias", _FlatBias()), flattens=True)
 EINSUM: Rule = Simple(cannot=(_EINSUM,))

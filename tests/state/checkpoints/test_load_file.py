@@ -161,7 +161,7 @@ def test_problems_name_the_file_and_both_shapes(tmp_path: Path) -> None:
         "extra\n"
         "  got:    f32[1], an entry that the model has no parameter for\n"
         "  needed: only entries of the model\n"
-        "  write:  strict=False  # leaves it out\n"
+        '  write:  ignore=r"^extra$"  # leaves it out\n'
         "kernel (UninitializedParameter)\n"
         "  got:    f32[3,5]\n"
         "  needed: shape (?, 4), without broadcasting\n"

@@ -46,7 +46,8 @@ m.bias_hh_l0 (LazyGRUCell m.cell)
 m.weight (LazyConvTranspose m)
   got:    a weight of shape (4, 2, 3), which is one of 2 groups for out_features=4
   needed: groups=1: nnx.ConvTranspose has no groups
-  write:  groups=1  # of torch.nn.ConvTranspose; or one nnx.ConvTranspose for each group""",
+  write:  rename=[lm.rules.Split(r"\\bm[.]", into=("m.0.", "m.1."))]  # for an nnx.List of 2 nnx.ConvTranspose of 2 \
+features, each for its part of the channels""",
     ),
     Row(
         "instance norm's running statistics",

@@ -187,9 +187,10 @@ def test_shared_weight(prefix: str, shared: bool, head: bool) -> None:
     (line,) = set(lines(Apart(head=head, shared=shared), state).values())
     model = Apart(head=head, shared=shared)
     lm.load(model, state, layout="torch", **options_of(line))
-    for part in (model.encoder, model.decoder):
+    parts: list[Any] = [model.encoder, model.decoder]
+    for part in parts:
         np.testing.assert_array_equal(part["embed_tokens"].embedding[...], table)
-    np.testing.assert_array_equal(model.encoder["embed_positions"].embedding[...], positions)
+    np.testing.assert_array_equal(parts[0]["embed_positions"].embedding[...], positions)
     if head:
         np.testing.assert_array_equal(model.lm_head.kernel[...], table.T)
 
@@ -202,19 +203,133 @@ def test_the_copy_for_a_head_names_the_entry_of_the_file(file: dict[str, int]) -
     made = lambda: nnx.Dict(net=nnx.Dict(wte=nnx.Embed(7, 3, rngs=R)), lm_head=lm.LazyLinear(7, use_bias=False, rngs=R))  # noqa: E731
     rename = {} if "wte.weight" in file else {"rename": [("^transformer", "net")]}
     (line,) = set(lines(made(), state, **rename).values())
-    model = made()
+    model: Any = made()
     rules = [*options_of(line)["rename"], *rename.get("rename", [])]
     lm.load(model, state, layout="torch", rename=rules)
     np.testing.assert_array_equal(model["lm_head"].kernel[...], table.T)
 
 
 def test_the_copy_for_a_head_of_a_file_of_flax(tmp_path: Any) -> None:
-    tied = nnx.Dict(wte=nnx.Embed(7, 3, rngs=R))
+    tied: Any = nnx.Dict(wte=nnx.Embed(7, 3, rngs=R))
     lm.save(tied, tmp_path / "tied.safetensors")
     made = lambda: nnx.Dict(wte=nnx.Embed(7, 3, rngs=R), lm_head=lm.LazyLinear(7, use_bias=False, rngs=R))  # noqa: E731
     with pytest.raises(lm.StateDictError) as caught:
         lm.load(made(), tmp_path / "tied.safetensors")
     (problem,) = caught.value.problems
-    model = made()
+    model: Any = made()
     lm.load(model, tmp_path / "tied.safetensors", **options_of(problem.write))
     np.testing.assert_array_equal(model["lm_head"].kernel[...], tied["wte"].embedding[...].T)
+
+
+# ---------------------------------------------------------------- one level more, or one less
+
+
+class Graph(torch.nn.Module):
+    """A layer of graphs, whose bias is no part of its Linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.bias = torch.nn.Linear(3, 4, bias=False), torch.nn.Parameter(torch.ones(4))
+
+
+def test_names_one_level_apart() -> None:
+    """To leave the one out and go without the other would load, with other numbers."""
+    stem = torch.nn.ModuleDict({"proj": torch.nn.Linear(3, 3)})
+    net = torch.nn.ModuleDict({"stem": stem, "convs": torch.nn.ModuleList([Graph() for _ in range(12)])})
+    state = random_state(net)
+    model = nnx.Dict(stem=linear(3), convs=nnx.List([nnx.Dict(lin=linear(4)) for _ in range(12)]))
+    found = set(lines(model, state).values())
+    assert found == {
+        r'rename=[(r"\bstem[.]proj[.]", r"stem.")]',
+        r'rename=[(r"\bconvs[.](\d+)[.]bias$", r"convs.\1.lin.bias")]',
+    }
+    lm.load(model, state, layout="torch", rename=[pair for line in found for pair in options_of(line)["rename"]])
+    np.testing.assert_array_equal(model["stem"].kernel[...], state["stem.proj.weight"].T)
+    for i in range(12):
+        np.testing.assert_array_equal(model["convs"][i]["lin"].bias[...], state[f"convs.{i}.bias"])
+
+
+def test_of_two_names_that_come_near_none_is_said() -> None:
+    several = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3) for name in "ab"})
+    state = random_state(torch.nn.ModuleDict({"fc": several}))
+    found = lines(nnx.Dict(fc=linear(3)), state)
+    assert not any("rename" in line for line in found.values())
+    with pytest.raises(lm.StateDictError) as caught:
+        lm.load(tower(), towers("text.", "vision."), layout="torch")
+    line = r"""rename=[(r"^text\.", "")]  # or 'vision.': whichever part is meant"""
+    assert str(caught.value).splitlines()[2] == f"  write:  {line}"
+
+
+# ---------------------------------------------------------------- recurrent layers
+
+
+def test_more_recurrent_layers_than_the_model_has() -> None:
+    state = random_state(torch.nn.ModuleDict({"lstm": torch.nn.LSTM(3, 4, 3, bidirectional=True)}))
+
+    def model(n: int) -> nnx.Dict:
+        cells = [[nnx.RNN(lm.LazyLSTMCell(4, rngs=R)) for _ in range(2)] for _ in range(n)]
+        return nnx.Dict(lstm=nnx.List([nnx.Bidirectional(*pair, rngs=R) for pair in cells]))
+
+    assert set(lines(model(2), state).values()) == {"n_layers = 3  # of lstm: the file has 3, the model 2"}
+    lm.load(model(3), state, layout="torch")
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_layers_of_a_decoder_in_bare_cells(layers: int) -> None:
+    """A decoder that runs step by step has cells, where PyTorch's has an ``nn.GRU``."""
+    gru = torch.nn.GRU(3, 4, layers, batch_first=True)
+    state = {f"decoder.rnn.{name}": value for name, value in random_state(gru).items()}
+    gru.load_state_dict({name.removeprefix("decoder.rnn."): value for name, value in state.items()})
+    cells = [lm.LazyResetAfterGRUCell(4, rngs=R) for _ in range(layers)]
+    model = nnx.Dict(decoder=nnx.Dict(rnn=cells[0] if layers == 1 else nnx.List(cells)))
+    out = lm.export_torch(model, like=lm.load(model, state, layout="torch"))
+    assert out.keys() == state.keys() and all(np.array_equal(out[name], state[name]) for name in state)
+    x, carry = torch.randn(2, 5, 3), [jnp.zeros((2, 4))] * layers
+    got = []
+    with jax.default_matmul_precision("highest"):
+        for step in jnp.asarray(x.numpy()).swapaxes(0, 1):
+            for i, cell in enumerate(cells):
+                carry[i], step = cell(carry[i], step)
+            got.append(step)
+    np.testing.assert_allclose(jnp.stack(got, 1), gru(x)[0].detach().numpy(), atol=1e-5)
+
+
+# ---------------------------------------------------------------- convolutions
+
+
+def test_the_mask_of_a_convolution_lies_as_its_kernel() -> None:
+    """Also where all axes are equally long."""
+    mask = np.triu(np.ones((3, 3), np.float32)) * np.ones((3, 3, 1, 1), np.float32)
+    weight = np.random.default_rng(0).random((3, 3, 3, 3), np.float32)
+    state = {"conv.weight": weight, "conv.mask": mask}
+    conv = lm.LazyConv(3, (3, 3), use_bias=False, mask=jnp.zeros((3, 3, 3, 3)), rngs=R)
+    model = nnx.Dict(conv=conv)
+    out = lm.export_torch(model, like=lm.load(model, state, layout="torch"))
+    np.testing.assert_array_equal(conv.mask, mask.transpose(2, 3, 1, 0))
+    assert out.keys() == state.keys() and all(np.array_equal(out[name], state[name]) for name in state)
+
+
+def test_groups_of_a_transposed_convolution() -> None:
+    up = torch.nn.ConvTranspose2d(4, 6, 4, stride=2, padding=1, groups=2)
+    state = {f"up.{name}": value for name, value in random_state(up).items()}
+    up.load_state_dict({name.removeprefix("up."): value for name, value in state.items()})
+
+    def layer(features: int) -> Any:
+        return lm.LazyConvTranspose(features, (4, 4), strides=(2, 2), padding=((2, 2), (2, 2)), rngs=R)
+
+    found = lines(nnx.Dict(up=layer(6)), state)
+    model = nnx.Dict(up=nnx.List([layer(3), layer(3)]))
+    lm.load(model, state, layout="torch", **options_of(found["up.weight"]))
+    x = torch.randn(1, 4, 5, 5)
+    parts = jnp.split(jnp.moveaxis(jnp.asarray(x.numpy()), 1, -1), 2, axis=-1)
+    with jax.default_matmul_precision("highest"):
+        got = jnp.concatenate([part(y) for part, y in zip(model["up"], parts, strict=True)], -1)
+    np.testing.assert_allclose(jnp.moveaxis(got, -1, 1), up(x).detach().numpy(), atol=1e-5)
+
+
+def test_a_codebook_is_no_output_layer() -> None:
+    """VQ-VAE keeps averages of the shape of its embedding."""
+    table = np.ones((7, 3), np.float32)
+    state = {"vq.embedding.weight": table, "vq.embed_avg": table + 1}
+    found = lines(nnx.Dict(vq=nnx.Dict(embedding=nnx.Embed(7, 3, rngs=R))), state)
+    assert found == {"vq.embed_avg": 'ignore=r"^vq[.]embed_avg$"  # leaves it out'}
