@@ -15,6 +15,7 @@ from lazymods.state.load_plan import LoadPlan
 
 TORCH_LINE = 'lm.load(model, source, layout="torch")  # if PyTorch wrote it; source: the file, or the state dict'
 TORCH_LEAVES = ("weight", "num_batches_tracked", "running_mean", "running_var", "in_proj_weight", "weight_ih_l0")
+_PARAMETERS = ("weight", "bias", "scale", "gamma", "beta")  # also what is ignored may be what is missing
 
 
 def problems(
@@ -43,7 +44,7 @@ def problems(
     line = "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one"
     usual = (f"no entry in {file}", line)
     shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if lacking else {}
-    options = missing.Options(plan.survey, shapes, unexpected)
+    options = missing.Options(plan.survey, shapes, [n for n in plan.unexpected if n.endswith(_PARAMETERS)])
     sequential = [dotted(path) for path, node in plan.survey.named_nodes if isinstance(node, nnx.Sequential)]
     lengths = missing.Lengths(plan.given, plan.places, sequential)
     shared = missing.shared(plan.places, lacking, shapes, {n: plan.given.get(n) for n in unexpected}, sources)

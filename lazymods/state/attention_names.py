@@ -41,7 +41,8 @@ def lines(plan: LoadPlan, lacking: Sequence[str], unexpected: Sequence[str]) -> 
         prefix = f"{dotted(path)}.".lstrip(".")
         parts = tuple(f"{prefix}{kind}." for kind in _KINDS)
         misses = [name for name in lacking if name.startswith(parts)]
-        given = {name.removeprefix(prefix): name for name in unexpected if name.startswith(prefix)}
+        tails = ((name, f".{name}".partition(f".{prefix}")[2] if prefix else name) for name in unexpected)
+        given = {tail: name for name, tail in tails if tail}  # there may be a prefix that the model has not
         found = dict(_renames(prefix, given, plan.given)) if misses else {}
         if found:
             line = f"rename=[{', '.join(dict.fromkeys(found.values()))}]"

@@ -1,4 +1,4 @@
-"""What to write where a module hangs one level deeper in the file than in the model, or one less deep.
+"""What to write where a module hangs deeper in the file than in the model, or one level less deep.
 
 ``stem.proj.weight`` is the kernel of a model's ``stem``, ``conv.bias`` the bias of its ``conv.lin``: each of the two
 is left over, and no other name comes near.
@@ -6,6 +6,7 @@ is left over, and no other name comes near.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +14,7 @@ _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean":
 
 
 def lines(lacking: Sequence[str], unexpected: Sequence[str], sources: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
-    """Return the line to write for names of the model and of the file that are one level apart.
+    """Return the line to write for names of the model and of the file that come near each other.
 
     Args:
         lacking: Names of the model without an entry.
@@ -40,27 +41,28 @@ def _as_in_torch(name: str) -> str:
 
 
 def _near(theirs: str, ours: Mapping[str, str]) -> list[str]:
-    """Return which names have a module more, or one less, before the last part or anywhere before it."""
+    """Return which names lack some modules in a row, or have one more before the last part."""
     *module, leaf = theirs.split(".")
-    shorter = [".".join([*module[:-1], leaf])] if len(module) > 1 else []
+    ends = [(i, j) for j in range(1, len(module) + 1) for i in range(j) if i or j < len(module)]
+    shorter = [".".join([*module[:i], *module[j:], leaf]) for i, j in ends]
     stem, dots = "".join(f"{part}." for part in module), theirs.count(".") + 1
     longer = [n for n in ours if n.startswith(stem) and n.endswith(f".{leaf}") and n.count(".") == dots]
-    return [name for name in (*shorter, *longer) if name in ours]
+    return [name for name in dict.fromkeys((*shorter, *longer)) if name in ours]
 
 
 def _line(source: str, theirs: str, near: str) -> str:
     *module, leaf = source.split(".")
-    if near.count(".") < theirs.count("."):  # the file has a module more
-        return f"rename=[({_pattern(module)}[.]\", {_replacement([*module[:-1], ''])})]"
-    inner = near.split(".")[-2]
-    return f"rename=[({_pattern([*module, leaf])}$\", {_replacement([*module, inner, leaf])})]"
+    *target, _ = near.split(".")
+    if len(target) < theirs.count("."):  # the file has a module more, or several
+        return _pair([*module, ""], [*target, ""])
+    return _pair([*module, leaf], [*module, target[-1], leaf], end="$")
 
 
-def _pattern(parts: Sequence[str]) -> str:
-    """Return the beginning of a regular expression, to be closed, with a group for each number."""
-    return 'r"\\b' + "[.]".join(r"(\d+)" if part.isdecimal() else re.escape(part) for part in parts)
-
-
-def _replacement(parts: Sequence[str]) -> str:
-    numbers = iter(range(1, len(parts) + 1))
-    return 'r"' + ".".join(rf"\{next(numbers)}" if part.isdecimal() else part for part in parts) + '"'
+def _pair(theirs: Sequence[str], ours: Sequence[str], end: str = "") -> str:
+    """Return a rename for all layers at once, if both names have the same numbers."""
+    numbers = [part for part in theirs if part.isdecimal()]
+    is_of_all = numbers == [part for part in ours if part.isdecimal()]
+    pattern = "[.]".join(r"(\d+)" if is_of_all and part.isdecimal() else re.escape(part) for part in theirs)
+    groups = itertools.count(1)
+    new = ".".join(rf"\{next(groups)}" if is_of_all and part.isdecimal() else part for part in ours)
+    return rf'rename=[(r"\b{pattern}{end}", r"{new}")]'

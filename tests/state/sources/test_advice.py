@@ -14,6 +14,7 @@ import lazymods as lm
 torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
 
 R = nnx.Rngs(0)
+LEAVES = ("weight", "bias")
 
 
 def linear(features: int) -> Any:
@@ -247,6 +248,35 @@ def test_names_one_level_apart() -> None:
     np.testing.assert_array_equal(model["stem"].kernel[...], state["stem.proj.weight"].T)
     for i in range(12):
         np.testing.assert_array_equal(model["convs"][i]["lin"].bias[...], state[f"convs.{i}.bias"])
+
+
+def test_modules_less_in_the_model() -> None:
+    """BERT has a norm in ``attention.output``; if that is ignored, the model's is not told to be a plain one."""
+    norms = [f"layer.{i}.{name}" for i in range(2) for name in ("attention.output.norm", "out.norm")]
+    draw = np.random.default_rng(0)
+    state = {f"{norm}.{leaf}": draw.random(3, np.float32) for norm in norms for leaf in LEAVES}
+
+    def model() -> Any:
+        norms = [lm.LazyLayerNorm(rngs=R) for _ in range(4)]
+        return nnx.Dict(layer=nnx.List([nnx.Dict(norm=norms[i], out=nnx.Dict(norm=norms[i + 2])) for i in range(2)]))
+
+    (line,) = set(lines(model(), state).values())
+    assert line == r'rename=[(r"\blayer[.](\d+)[.]attention[.]output[.]norm[.]", r"layer.\1.norm.")]'
+    loaded = model()
+    lm.load(loaded, state, layout="torch", **options_of(line))
+    np.testing.assert_array_equal(loaded["layer"][1]["norm"].scale[...], state["layer.1.attention.output.norm.weight"])
+    assert not any("use_" in line for line in lines(model(), state, ignore="attention").values())
+
+
+def test_numbers_that_the_model_has_not() -> None:
+    net = torch.nn.ModuleDict({f"a_{i}": torch.nn.Linear(3, 3) for i in range(2)})
+    names = {"a_0": "a.0.b.0", "a_1": "a.1.b.7"}
+    state = {names[name[:3]] + name[3:]: value for name, value in random_state(net).items()}
+    model = nnx.Dict(a=nnx.List([nnx.Dict(b=linear(3)) for _ in range(2)]))
+    found = set(lines(model, state).values())
+    assert r'rename=[(r"\ba[.]1[.]b[.]7[.]", r"a.1.b.")]' in found
+    lm.load(model, state, layout="torch", rename=[pair for line in found for pair in options_of(line)["rename"]])
+    np.testing.assert_array_equal(model["a"][1]["b"].kernel[...], state["a.1.b.7.weight"].T)
 
 
 def test_of_two_names_that_come_near_none_is_said() -> None:

@@ -43,12 +43,12 @@ def state_of(names: tuple[str, ...], prefix: str, *, bias: bool) -> tuple[Any, d
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("place", ["attn.", "layers.{}.attn.", "attentions.{}.", ""])
+@pytest.mark.parametrize("place", ["attn.", "net.layers.{}.attn.", "attentions.{}.", ""])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_line_for_an_attention(name: str, place: str, bias: bool) -> None:
     attn = lm.LazyMultiHeadAttention(HEADS, decode=False, use_bias=bias, rngs=nnx.Rngs(0))
     model: Any = attn
-    for part in reversed(place.split(".")[:-1]):
+    for part in reversed(place.removeprefix("net.").split(".")[:-1]):  # one prefix is the file's only
         model = nnx.List([model] * 12) if part == "{}" else nnx.Dict({part: model})
     oracle, one = state_of(NAMES[name], place, bias=bias)
     state = {entry.replace("{}", str(i)): value for i in range(12) for entry, value in one.items()}
