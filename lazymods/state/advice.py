@@ -44,7 +44,8 @@ def problems(
     line = "lm.load_state_dict(model, lm.state_dict(other))  # or a checkpoint, of a model like this one"
     usual = (f"no entry in {file}", line)
     shapes = {n: tuple(np.shape(w.value)) for n, w in plan.writes.items()} if lacking else {}
-    options = missing.Options(plan.survey, shapes, [n for n in plan.unexpected if n.endswith(_PARAMETERS)])
+    ignored = [name for name in plan.unexpected if name.endswith(_PARAMETERS)]
+    options = missing.Options(plan.survey, shapes, [*unexpected, *ignored])
     sequential = [dotted(path) for path, node in plan.survey.named_nodes if isinstance(node, nnx.Sequential)]
     lengths = missing.Lengths(plan.given, plan.places, sequential)
     shared = missing.shared(plan.places, lacking, shapes, {n: plan.given.get(n) for n in unexpected}, sources)
