@@ -43,14 +43,16 @@ def lines(plan: LoadPlan, lacking: Sequence[str], unexpected: Sequence[str]) -> 
         misses = [name for name in lacking if name.startswith(parts)]
         tails = ((name, f".{name}".partition(f".{prefix}")[2] if prefix else name) for name in unexpected)
         given = {tail: name for name, tail in tails if tail}  # there may be a prefix that the model has not
-        found = dict(_renames(prefix, given, plan.given)) if misses else {}
+        found = dict(_renames(prefix, given, plan.given, node.num_heads)) if misses else {}
         if found:
             line = f"rename=[{', '.join(dict.fromkeys(found.values()))}]"
             out |= dict.fromkeys([*misses, *found], line)
     return out
 
 
-def _renames(prefix: str, given: Mapping[str, str], tensors: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _renames(
+    prefix: str, given: Mapping[str, str], tensors: Mapping[str, Any], heads: int
+) -> Iterator[tuple[str, str]]:
     """Give the names of entries that are known, each with its pair of a rename."""
     *_, last = ("", *prefix[:-1].split("."))
     before, after, group = (rf"\b{re.escape(last)}[.]", f"{last}.", 1) if last else ("^", "", 1)
@@ -61,7 +63,10 @@ def _renames(prefix: str, given: Mapping[str, str], tensors: Mapping[str, Any]) 
         shape = np.shape(tensors.get(name, 0))
         is_thirds = len(shape) == 1 or (len(shape) == 2 and shape[0] == 3 * shape[1])
         kind = next((kind for kind, words in _KINDS.items() if words.fullmatch(module)), None)
-        if module.rpartition(".")[2] in _FUSED and leaf in ("weight", "bias") and is_thirds:
+        if module == "query_key_value" and is_thirds:  # head by head, as in GPT-NeoX and BLOOM
+            into = ", ".join(f'r"{after}{part}_proj"' for part in "qkv")
+            yield name, f'lm.rules.Split(r"{before}{module}", into=({into}), groups={heads})'
+        elif module.rpartition(".")[2] in _FUSED and leaf in ("weight", "bias") and is_thirds:
             yield name, rf'(r"{before}{_escaped(module)}[.](weight|bias)$", r"{after}in_proj_\{group}")'
         elif not module and leaf in ("q_bias", "k_bias", "v_bias"):
             yield name, f'(r"{before}{leaf}$", r"{after}{leaf[0]}_proj.bias")'

@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is the oracle here")
 HEADS, WIDTH = 2, 8
 NAMES = {
     "timm": ("qkv", "proj"),
+    "GPT-NeoX": ("query_key_value", "dense"),
     "diffusers": ("to_q", "to_k", "to_v", "to_out.0"),
     "T5": ("q", "k", "v", "o"),
     "Llama by Meta": ("wq", "wk", "wv", "wo"),
@@ -37,6 +38,8 @@ def state_of(names: tuple[str, ...], prefix: str, *, bias: bool) -> tuple[Any, d
         whole = getattr(oracle, f"in_proj_{kind}")
         torch.nn.init.normal_(whole)
         parts = [whole] if len(names) == 2 else whole.chunk(3)
+        if names[0] == "query_key_value":  # head by head
+            parts = [whole.reshape(3, HEADS, WIDTH // HEADS, -1).transpose(0, 1).reshape(whole.shape)]
         parts = [*parts, torch.nn.init.normal_(getattr(oracle.out_proj, kind))]
         state |= {f"{prefix}{n}.{kind}": part.detach() for n, part in zip(names, parts, strict=True)}
     return oracle, state
