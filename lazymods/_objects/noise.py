@@ -7,7 +7,6 @@ measured: a run whose inputs differ in the last bit gives about what another ord
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,16 +16,6 @@ import numpy as np
 
 from lazymods._compat import jit as _compat_jit
 from lazymods._objects.comparing import is_identical, is_value
-
-
-def in_full_precision() -> contextlib.AbstractContextManager[Any]:
-    """Multiply matrices as exactly as the device can, unless a precision is set.
-
-    A GPU rounds factors to the 10 bits of TF32 by default, and a TPU to 8: noise of that size would hide real faults.
-    """
-    is_set = jax.config.jax_default_matmul_precision is not None  # type: ignore[attr-defined]
-    is_full = is_set or jax.default_backend() == "cpu"
-    return contextlib.nullcontext() if is_full else jax.default_matmul_precision("highest")
 
 
 def own(value: Any) -> Any:

@@ -14,7 +14,7 @@ import jax
 from lazymods._compat import jit as _compat_jit
 from lazymods._errors import LazyError, Problem, one_line
 from lazymods._objects.copies import Copies
-from lazymods._objects.noise import exact_and_noisy, in_full_precision, own
+from lazymods._objects.noise import exact_and_noisy, own
 from lazymods._objects.traced_state import TracedState
 from lazymods.compile.arguments import Arguments
 from lazymods.compile.binding import Binding
@@ -50,23 +50,22 @@ def checked(
     """
     plain = _Plain(function, arguments, call, attributes, own)
     again = [_Plain(function, arguments, call, attributes, make) for make in exact_and_noisy()]
-    with in_full_precision():
-        want, plain_error = None, None
-        try:
-            want = plain.run()
-        except Exception as error:
-            plain_error = error
-        got = run()
-        if plain_error is not None:
-            raise LazyError(
-                Problem(
-                    name,
-                    "a compiled call that ended well",
-                    f"the error of plain Python: {type(plain_error).__name__}: {one_line(plain_error)}",
-                    "checkify.check(is_right, message)  # a program takes no decision that raises",
-                )
-            ) from plain_error
-        compare(name, plain.left(want), plain.left_of_call(got), lambda: _results(again))
+    want, plain_error = None, None
+    try:
+        want = plain.run()
+    except Exception as error:
+        plain_error = error
+    got = run()
+    if plain_error is not None:
+        raise LazyError(
+            Problem(
+                name,
+                "a compiled call that ended well",
+                f"the error of plain Python: {type(plain_error).__name__}: {one_line(plain_error)}",
+                "checkify.check(is_right, message)  # a program takes no decision that raises",
+            )
+        ) from plain_error
+    compare(name, plain.left(want), plain.left_of_call(got), lambda: _results(again))
     return got
 
 

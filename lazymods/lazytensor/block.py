@@ -10,7 +10,6 @@ from typing import Any
 
 from lazymods import _compat
 from lazymods._compat import calls, tracing, values
-from lazymods._objects.noise import in_full_precision
 from lazymods._refusals import refuse_uncallable
 from lazymods.lazytensor.trace import session, session_for
 
@@ -90,8 +89,7 @@ def _recorded(max_ops: int | None, check: bool) -> Iterator[None]:
             yield
         else:
             values.install()
-            precision = in_full_precision() if running.checks else contextlib.nullcontext()
-            with precision, calls.remembered(), tracing.at(running.trace):
+            with calls.remembered(), tracing.at(running.trace):
                 yield
                 running.cut()
     finally:

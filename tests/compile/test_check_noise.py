@@ -164,23 +164,3 @@ def test_noise_is_in_the_last_place(dtype: str) -> None:
     reference = jax.new_ref(jnp.array([0.3, 1.0]))
     other = Noise(1)(reference)
     assert float(other[0]) != float(reference[0]) and float(other[1]) == 1.0
-
-
-def test_products_are_in_full_precision_unless_one_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-
-    def f(x: jax.Array) -> jax.Array:
-        seen.append(jax.config.jax_default_matmul_precision)  # type: ignore[attr-defined]
-        return x @ x.T
-
-    compiled = lm.jit(f, check=True)
-    for precision in (None, "bfloat16"):
-        with jax.default_matmul_precision(precision):
-            compiled(jnp.ones((2, 3)))
-    assert seen == ["highest", "highest", "bfloat16", "bfloat16"]
-    with lm.lazytensor.lazy(check=True):
-        f(jnp.ones((2, 3)))
-    with lm.lazytensor.lazy():
-        f(jnp.ones((2, 3)))
-    assert seen[4:] == ["highest", None]
