@@ -212,9 +212,10 @@ def _other_rank(site: Site, file: TorchFile, part: Part, entry: str, rank: int) 
         return Refusal(got, needed, without_ones((file.tensors[name].name, name), shape[:rank]))
     flax = _as_in_flax(site, entry, shape)
     if flax is not None:
-        pattern = re.escape(name)
-        turn = f', lm.rules.Transpose(r"{re.escape(site.name(entry))}$", axes={flax})' if flax != (0, 1, 2) else ""
-        return Refusal(got, needed, f'rename=[(r"^{pattern}$", "{site.name(entry)}"){turn}]  # with an axis of heads')
+        rules = [f'(r"^{re.escape(name)}$", "{site.name(entry)}")']
+        if flax != (0, 1, 2):
+            rules.append(f'lm.rules.Transpose(r"{re.escape(site.name(entry))}$", axes={flax})')
+        return Refusal(got, needed, f"rename=[{', '.join(rules)}]  # with an axis of heads")
     levels = [name[: i + 1] for i, sign in enumerate(name) if sign == "."]
     stack = next((level for level in levels if _are_stacked(file, level, shape[0])), None)
     if stack is not None:
