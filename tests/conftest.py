@@ -40,6 +40,8 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 SAMPLE = 1  # cases of a table
 IN_CI = 4
 QUICK = 2  # tests of a file
+KEPT = 25  # tests after which a process forgets their programs
+_kept: list[str] = []
 TORCH_SEED = 67280421310721  # PyTorch's own, in a fresh process
 
 
@@ -82,8 +84,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)  # when the fixtures are gone
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Forget what JAX keeps of a file's tests: every full garbage collection, and lm.jit needs some, looks at it."""
-    if nextitem is None or nextitem.path != item.path:
+    """Forget what JAX keeps of some files' tests: every full garbage collection, and lm.jit needs some, looks at it.
+
+    To forget takes half a second, so it is done after a number of tests.
+    """
+    _kept.append(item.nodeid)
+    if len(_kept) >= KEPT and (nextitem is None or nextitem.path != item.path):
+        _kept.clear()
         jax.clear_caches()
         gc.collect()
 
