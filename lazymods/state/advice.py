@@ -15,6 +15,7 @@ from lazymods.state.load_plan import LoadPlan
 
 TORCH_LINE = 'lm.load(model, source, layout="torch")  # if PyTorch wrote it; source: the file, or the state dict'
 TORCH_LEAVES = ("weight", "num_batches_tracked", "running_mean", "running_var", "in_proj_weight", "weight_ih_l0")
+_MOST = 10_000  # names that are compared with each other
 _PARAMETERS = ("weight", "bias", "scale", "gamma", "beta")  # also what is ignored may be what is missing
 
 
@@ -55,8 +56,9 @@ def problems(
     ignored = [name for name in plan.unexpected if name.endswith(_PARAMETERS)]
     options = missing.Options(plan.survey, shapes, [*unexpected, *ignored])
     shared = missing.shared(plan.places, lacking, shapes, {n: plan.given.get(n) for n in unexpected}, sources)
-    attentions = {} if is_flax else attention_names.lines(plan, lacking, unexpected)
-    near = {} if is_flax else near_names.lines(lacking, unexpected, sources)
+    are_compared = not is_flax and len(lacking) + len(unexpected) <= _MOST
+    attentions = attention_names.lines(plan, lacking, unexpected) if are_compared else {}
+    near = near_names.lines(lacking, unexpected, sources) if are_compared else {}
     ignoring = _Ignoring(plan.places)
     for name in lacking:
         why = known.get(name) or shared.why.get(name) or missing.cause_of(plan.places, name, shapes, sources)

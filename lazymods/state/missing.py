@@ -120,15 +120,13 @@ def shared(
     named = {n: tuple(getattr(v, "shape", ())) for n, v in unexpected.items() if n.endswith(".weight")}
     tables = {n: shape for n, shape in named.items() if len(shape) == 2}
     tables |= {n: s for n, s in loaded.items() if n in places and isinstance(places[n].holder, nnx.Embed)}
-    found = {}
-    for table, shape in tables.items():
-        fitting = {places[n].identity: n for n in reversed(missing) if _may_be(places[n], shape)}
-        if any(isinstance(places[n].holder, nnx.Embed) for n in fitting.values()) and not _is_other(table):
-            found[table] = sorted(fitting.values())
-    found = {n: names for n, names in found.items() if _own_name(n) == "shared"} or found
+    wanted = {known_shape(places[n]) for n in missing if _is_table(places[n])}
+    found = [n for n, s in tables.items() if not _is_other(n) and any(fits(known, s) for known in wanted)]
+    found = [n for n in found if _own_name(n) == "shared"] or found
     if len(found) != 1:
         return Shared({}, {})
-    [(table, names)] = found.items()
+    [table] = found
+    names = sorted({places[n].identity: n for n in reversed(missing) if _may_be(places[n], tables[table])}.values())
     (source, *_) = sources.get(table) or (table,)
     stem, _, leaf = source.rpartition(".")
     if leaf != "weight" or (table in unexpected and len(names) < 2):
@@ -144,9 +142,13 @@ def shared(
 
 def _may_be(place: Place, shape: tuple[int, ...]) -> bool:
     """Whether a table may be an embedding that is missing, or an output layer."""
-    if place.key == "embedding" and isinstance(place.holder, nnx.Embed):
-        return not _is_other(place.name) and fits(known_shape(place), shape)
+    if _is_table(place):
+        return fits(known_shape(place), shape)
     return place.key == "kernel" and isinstance(place.holder, nnx.Linear) and fits(known_shape(place), shape[::-1])
+
+
+def _is_table(place: Place) -> bool:
+    return place.key == "embedding" and isinstance(place.holder, nnx.Embed) and not _is_other(place.name)
 
 
 def _is_other(name: str) -> bool:
@@ -235,18 +237,18 @@ class Lengths:
         self._sequential = sorted((f"{name}.".lstrip(".") for name in sequential), key=len, reverse=True)
 
     @functools.cached_property
-    def _found(self) -> list[dict[str, set[int]]]:
-        """The numbers in the names of each side, by what stands before them."""
+    def _lengths(self) -> list[dict[str, int]]:
+        """How long the lists of each side are, by what stands before their numbers; only those that lack no number."""
         found: list[dict[str, set[int]]] = [{}, {}]
         for numbers, names in zip(found, self._names, strict=True):
             for name in map(self._as_in_torch, names):
                 for number in _NUMBER.finditer(name):
                     numbers.setdefault(name[: number.start()], set()).add(int(number[0]))
-        return found
+        return [{k: len(n) for k, n in numbers.items() if n == set(range(len(n)))} for numbers in found]
 
     def _as_in_torch(self, name: str) -> str:
         name = _RECURRENT.sub(r"\2.\1\3", name)
-        for prefix in self._sequential:
+        for prefix in self._sequential if "layers." in name else ():
             if name.startswith(f"{prefix}layers."):
                 name = prefix + name.removeprefix(f"{prefix}layers.")
         return name
@@ -276,8 +278,7 @@ class Lengths:
         name = self._as_in_torch(name)
         for number in _NUMBER.finditer(name):
             before = name[: number.start()]
-            theirs, ours = (numbers.get(before, set()) for numbers in self._found)
-            are_whole = theirs == set(range(len(theirs))) and ours == set(range(len(ours)))
-            if theirs and ours and are_whole and int(number[0]) not in theirs & ours:
-                return before.rstrip(".") or "layers", len(theirs), len(ours)
+            theirs, ours = (lengths.get(before, 0) for lengths in self._lengths)
+            if 0 < min(theirs, ours) <= int(number[0]):
+                return before.rstrip(".") or "layers", theirs, ours
         return None

@@ -6,11 +6,13 @@ is left over, and no other name comes near.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
 from collections.abc import Mapping, Sequence
 
 _LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight", "mean": "running_mean", "var": "running_var"}
+_DEEPEST = 20  # modules in a name: what lacks some of them is sought in the square of their number
 
 
 def lines(lacking: Sequence[str], unexpected: Sequence[str], sources: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
@@ -22,14 +24,15 @@ def lines(lacking: Sequence[str], unexpected: Sequence[str], sources: Mapping[st
         sources: The names in the file.
     """
     ours = {_as_in_torch(name): name for name in lacking}
-    pairs: dict[str, list[str]] = {}
-    for theirs in unexpected:
-        for near in _near(theirs, ours):
-            pairs.setdefault(theirs, []).append(near)
-    found = [near for several in pairs.values() for near in several]
+    deeper: dict[str, list[str]] = {}  # by the name without its last module
+    for name in ours:
+        *module, leaf = name.split(".")
+        deeper.setdefault(".".join([*module[:-1], leaf]), []).append(name)
+    pairs = {theirs: near for theirs in unexpected if (near := _near(theirs, ours, deeper))}
+    counts = collections.Counter(near for several in pairs.values() for near in several)
     out: dict[str, str] = {}
     for theirs, (near, *others) in pairs.items():
-        if not others and found.count(near) == 1:
+        if not others and counts[near] == 1:
             (source, *_) = sources.get(theirs) or (theirs,)
             out[theirs] = out[ours[near]] = _line(theirs if source.endswith(theirs) else source, theirs, near)
     return out
@@ -40,14 +43,14 @@ def _as_in_torch(name: str) -> str:
     return f"{module}{dot}{_LEAVES.get(leaf, leaf)}"
 
 
-def _near(theirs: str, ours: Mapping[str, str]) -> list[str]:
+def _near(theirs: str, ours: Mapping[str, str], deeper: Mapping[str, Sequence[str]]) -> list[str]:
     """Return which names lack some modules in a row, or have one more before the last part."""
     *module, leaf = theirs.split(".")
+    if len(module) > _DEEPEST:
+        return []
     ends = [(i, j) for j in range(1, len(module) + 1) for i in range(j) if i or j < len(module)]
     shorter = [".".join([*module[:i], *module[j:], leaf]) for i, j in ends]
-    stem, dots = "".join(f"{part}." for part in module), theirs.count(".") + 1
-    longer = [n for n in ours if n.startswith(stem) and n.endswith(f".{leaf}") and n.count(".") == dots]
-    return [name for name in dict.fromkeys((*shorter, *longer)) if name in ours]
+    return [name for name in dict.fromkeys((*shorter, *deeper.get(theirs, ()))) if name in ours]
 
 
 def _line(source: str, theirs: str, near: str) -> str:
