@@ -104,6 +104,7 @@ def _leaks(value: Any, trace: Any) -> bool:
     if isinstance(value, Tracer):
         return True
     tracers = (thing for thing in all_within((value,)) if isinstance(thing, Tracer))
+    # a tracer refers to its trace; JAX has no public name for it
     return gc.is_tracked(value) and any(any(part is trace for part in gc.get_referents(t)) for t in tracers)
 
 
