@@ -26,6 +26,8 @@ from lazymods._layer.copying import copied, rebuilt
 from lazymods._layer.lifecycle import TRANSIENT
 from lazymods._layer.settings import same_setting
 
+Remat = bool | Callable[..., Any]
+
 _PLAIN = (int, float, complex, str, bytes, np.generic, type(None))
 
 
@@ -46,11 +48,11 @@ class BlockCall:
         shared: What all layers share: objects and Variables in ``whole``.
         args: What each block takes besides the output of the one before.
         kwargs: Keyword arguments, likewise.
-        remat: Whether the backward pass computes each block again.
+        remat: Whether the backward pass computes each block again; or a policy that says what of it is kept.
     """
 
     def __init__(
-        self, whole: Any, n: int, shared: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], remat: bool
+        self, whole: Any, n: int, shared: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], remat: Remat
     ) -> None:
         self._whole, self._n, self._remat = whole, n, remat
         self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=_graph.is_object)
@@ -127,7 +129,8 @@ class BlockCall:
         def step(x: Any, carried: list[Any], values: list[Any]) -> Any:
             return self._step(x, carried, values)
 
-        return jax.checkpoint(step, prevent_cse=prevent_cse) if self._remat else step
+        policy = self._remat if callable(self._remat) else None
+        return jax.checkpoint(step, prevent_cse=prevent_cse, policy=policy) if self._remat else step
 
     def _check_axes(self) -> None:
         """Refuse what was set on the stack by hand without the axis of the layers."""

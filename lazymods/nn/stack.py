@@ -16,7 +16,7 @@ from lazymods._layer import blocks as _blocks
 from lazymods._layer import contexts, first_call, lifecycle, ties
 from lazymods._refusals import ArgumentError
 from lazymods._snapshot import Snapshot
-from lazymods.nn._scan import BlockCall
+from lazymods.nn._scan import BlockCall, Remat
 
 
 class Stack(nnx.Module):
@@ -40,7 +40,8 @@ class Stack(nnx.Module):
             before returns: arrays of one structure, shape and dtype. The blocks may differ in the values of their
             Variables alone.
         n: How many blocks, at least one.
-        remat: Whether the backward pass computes each block again, so that what it needs is kept for one at a time.
+        remat: Whether the backward pass computes each block again, so that what it needs is kept for one at a time; or
+            a policy of ``jax.checkpoint_policies`` that says what of a block is kept.
         rngs: Random streams, for ``make_block``.
 
     Raises:
@@ -58,7 +59,9 @@ class Stack(nnx.Module):
     """
 
     @entry
-    def __init__(self, make_block: Callable[[Any], Any], n: SupportsIndex, *, remat: bool = False, rngs: Any) -> None:
+    def __init__(
+        self, make_block: Callable[[Any], Any], n: SupportsIndex, *, remat: Remat = False, rngs: Any
+    ) -> None:
         try:
             self.n: int = operator.index(n)
         except TypeError:
@@ -68,7 +71,7 @@ class Stack(nnx.Module):
             raise ArgumentError(Problem("n=", repr(n), "a number of blocks, at least one", write))
         if isinstance(make_block, nnx.Module):
             raise _no_maker(f"a {type(make_block).__name__}")
-        self.remat: bool = bool(remat)
+        self.remat: Remat = remat if callable(remat) else bool(remat)
         before = ties.Before()
         made = [make_block(rngs) for _ in range(self.n)]
         wrong = [b for b in made if not (isinstance(b, nnx.Module) and callable(b))]

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -130,3 +131,22 @@ def test_a_hook_after_the_load_sees_the_values() -> None:
     lm.load_state_dict(model, lm.state_dict(saved))
     assert len(seen) == 1
     assert all((seen[0][name] == value).all() for name, value in lm.state_dict(saved).items())
+
+
+def test_a_policy_says_what_of_a_block_is_kept() -> None:
+    asked = []
+
+    def policy(primitive: Any, *_: Any, **__: Any) -> bool:
+        asked.append(primitive.name)
+        return False
+
+    def of(remat: Any) -> Any:
+        stack = lm.Stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 3, remat=remat, rngs=nnx.Rngs(0))
+        return nnx.state(nnx.grad(lambda m, x: jnp.tanh(m(x)).sum())(stack, jnp.ones((5, 4))))
+
+    want = of(False)
+    assert not asked
+    for remat in (policy, jax.checkpoint_policies.everything_saveable, True):
+        got = of(remat)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+    assert "dot_general" in asked
