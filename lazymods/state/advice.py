@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 from flax import nnx
 
+from lazymods._error_lists import cause_of
 from lazymods._errors import Problem, describe
 from lazymods._graph import dotted
 from lazymods.state import attention_names, missing, near_names, tied_heads
@@ -75,6 +76,16 @@ def problems(
         elif line is None:
             line = f"{ignoring.line(name) if may_ignore else 'strict=False'}  # leaves it out"
         yield Problem(name, f"{got} that the model has no parameter for", "only entries of the model", line)
+
+
+def cause(
+    lacking: Sequence[str], unexpected: Sequence[str], lengths: missing.Lengths, *, is_flax: bool
+) -> tuple[str, str] | None:
+    """Say what is behind most of what is missing and unexpected, and what to write, if it is one thing."""
+    of_torch = [name for name in unexpected if name.rpartition(".")[2] in TORCH_LEAVES]
+    if is_flax and lacking and 2 * len(of_torch) >= len(unexpected) > 0:
+        return f"PyTorch's names, such as {of_torch[0]}", TORCH_LINE
+    return cause_of(lacking, unexpected) or lengths.cause([*lacking, *unexpected])
 
 
 def _head_line(plan: LoadPlan, name: str) -> str | None:

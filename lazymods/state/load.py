@@ -12,7 +12,6 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from lazymods import _compat, _graph
-from lazymods._error_lists import cause_of
 from lazymods._errors import LazyError, Problem, StateDictError, UninitializedError, located
 from lazymods._graph import LOCAL, MAPPING, NODE, STATE, dotted, hooks_of, kind_of, run_hooks
 from lazymods._initial import placement, shards
@@ -26,7 +25,7 @@ from lazymods._memory import Incoming, transfer
 from lazymods._refusals import wrong_argument
 from lazymods._snapshot import Snapshot
 from lazymods._spread import goes_to_several
-from lazymods.state import advice, by_trial
+from lazymods.state import by_trial
 from lazymods.state.entries import Place, Survey, home_trace, is_buffer, memory_of, prefix_of
 from lazymods.state.files.stored import StoredTensor, Unread, read_ahead
 from lazymods.state.load_plan import LoadPlan, Write, is_spread_place, make_plan
@@ -227,24 +226,26 @@ def _run_pre_hooks(survey: Survey, given: dict[str, Any], strict: bool) -> dict[
 
 def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, strict: bool) -> None:
     problems = [*origin.problems, *plan.problems]
-    lengths = advice.lengths_of(plan)
-    if strict:
-        missing = [name for name in result.missing if not origin.may_miss(name)]
-        problems += advice.problems(
-            plan,
-            missing,
-            result.unexpected,
-            lengths,
-            file=origin.name,
-            sources={**origin.sources, **result.matched},
-            known=origin.why_missing(missing),
-            is_flax=origin.is_flax,
-            may_ignore=bool(origin.sources),  # lm.load takes it
-        )
-    if not problems and not plan.uninitialized:
+    missing = [name for name in result.missing if not origin.may_miss(name)] if strict else []
+    unexpected = result.unexpected if strict else []
+    if not (problems or missing or unexpected or plan.uninitialized):
         return
+    from lazymods.state import advice  # of no use to most loads
+
+    lengths = advice.lengths_of(plan)
+    problems += advice.problems(
+        plan,
+        missing,
+        unexpected,
+        lengths,
+        file=origin.name,
+        sources={**origin.sources, **result.matched},
+        known=origin.why_missing(missing),
+        is_flax=origin.is_flax,
+        may_ignore=bool(origin.sources),  # lm.load takes it
+    )
     heading = _heading(plan.model, origin)
-    cause = _cause(result, origin) or lengths.cause([*result.missing, *result.unexpected])
+    cause = advice.cause(result.missing, result.unexpected, lengths, is_flax=origin.is_flax)
     if cause is not None:
         heading += f"\n  cause:  {cause[0]}\n  write:  {cause[1]}"
     heading += "".join(f"\n  note:   {remark}" for remark in origin.remarks)
@@ -253,14 +254,6 @@ def _raise_problems(plan: LoadPlan, result: LoadResult, origin: Origin, *, stric
     error = StateDictError(*problems, heading=heading)
     error.missing, error.unexpected, error.mismatched = result
     raise error
-
-
-def _cause(result: LoadResult, origin: Origin) -> tuple[str, str] | None:
-    """Say what is behind most of what is missing and unexpected, and what to write, if it is one thing."""
-    of_torch = [name for name in result.unexpected if name.rpartition(".")[2] in advice.TORCH_LEAVES]
-    if origin.is_flax and result.missing and 2 * len(of_torch) >= len(result.unexpected) > 0:
-        return f"PyTorch's names, such as {of_torch[0]}", advice.TORCH_LINE
-    return cause_of(result.missing, result.unexpected)
 
 
 def _heading(model: Any, origin: Origin) -> str:

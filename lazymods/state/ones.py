@@ -6,7 +6,6 @@ from flax import nnx
 
 from lazymods._layer.placeholder import fits
 from lazymods.state.entries import Place
-from lazymods.state.layouts.axes import without_ones
 from lazymods.state.missing import known_shape
 from lazymods.state.prepared import Prepared
 
@@ -24,7 +23,11 @@ def line_for(prepared: Prepared, place: Place) -> str | None:
     entry = prepared.final[laid[0]]
     shape: tuple[int, ...] = tuple(getattr(entry.tensor, "shape", ()))
     new = _kernel(place, shape, known) if place.key == "kernel" else _as_it_is(shape, known)
-    return None if new is None else without_ones((*entry.sources, entry.name), new)
+    if new is None:
+        return None
+    from lazymods.state.layouts.axes import without_ones  # with all layouts, which many loads do without
+
+    return without_ones((*entry.sources, entry.name), new)
 
 
 def _as_it_is(shape: tuple[int, ...], known: tuple[int | None, ...]) -> tuple[int, ...] | None:
