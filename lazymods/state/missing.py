@@ -120,13 +120,14 @@ def shared(
     named = {n: tuple(getattr(v, "shape", ())) for n, v in unexpected.items() if n.endswith(".weight")}
     tables = {n: shape for n, shape in named.items() if len(shape) == 2}
     tables |= {n: s for n, s in loaded.items() if n in places and isinstance(places[n].holder, nnx.Embed)}
-    wanted = {known_shape(places[n]) for n in missing if _is_table(places[n])}
+    lacking = [places[n] for n in missing if n in places]  # a hook may add others
+    wanted = {known_shape(place) for place in lacking if _is_table(place)}
     found = [n for n, s in tables.items() if not _is_other(n) and any(fits(known, s) for known in wanted)]
     found = [n for n in found if _own_name(n) == "shared"] or found
     if len(found) != 1:
         return Shared({}, {})
     [table] = found
-    names = sorted({places[n].identity: n for n in reversed(missing) if _may_be(places[n], tables[table])}.values())
+    names = sorted({p.identity: p.name for p in reversed(lacking) if _may_be(p, tables[table])}.values())
     (source, *_) = sources.get(table) or (table,)
     stem, _, leaf = source.rpartition(".")
     if leaf != "weight" or (table in unexpected and len(names) < 2):
