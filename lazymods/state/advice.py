@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from flax import nnx
@@ -61,6 +62,7 @@ def problems(
     attentions = attention_names.lines(plan, lacking, unexpected) if are_compared else {}
     near = near_names.lines(lacking, unexpected, sources) if are_compared else {}
     ignoring = _Ignoring(plan.places)
+    embeddings = {n: w.value for n, w in plan.writes.items() if tied_heads.is_embedding(w.place)}
     for name in lacking:
         why = known.get(name) or shared.why.get(name) or missing.cause_of(plan.places, name, shapes, sources)
         got, line = why or usual
@@ -70,7 +72,8 @@ def problems(
     for name in unexpected:
         got = f"{describe(plan.given[name])}, an entry" if name in plan.given else "an entry"
         line = plan.sizes_line(name) or options.with_it(name) or shared.lines.get(name) or attentions.get(name)
-        line = line or near.get(name) or _head_line(plan, name) or _mask_line(plan, name) or lengths.line_for(name)
+        line = line or near.get(name) or _head_line(plan, name, embeddings) or _mask_line(plan, name)
+        line = line or lengths.line_for(name)
         if line is None and is_flax and name.rpartition(".")[2] in TORCH_LEAVES:
             line = TORCH_LINE
         elif line is None:
@@ -88,11 +91,10 @@ def cause(
     return cause_of(lacking, unexpected) or lengths.cause([*lacking, *unexpected])
 
 
-def _head_line(plan: LoadPlan, name: str) -> str | None:
+def _head_line(plan: LoadPlan, name: str, embeddings: Mapping[str, Any]) -> str | None:
     """Say what to write for an entry that may be an output layer, where the model has the embedding for one."""
     if not name.endswith((".weight", ".kernel")):
         return None
-    embeddings = {n: w.value for n, w in plan.writes.items() if tied_heads.is_embedding(w.place)}
     return f"{tied_heads.LINE}  # for it" if tied_heads.untied(plan.given.get(name), embeddings) else None
 
 
